@@ -1,0 +1,9 @@
+"""Drafters: whatever proposes a tree of tokens."""
+
+from .base import Drafter, Rows
+from .draft_model import DraftModel
+from .early_exit import EarlyExit
+from .lookup import PromptLookup
+from .oracle import Oracle
+
+__all__ = ["Drafter", "DraftModel", "EarlyExit", "Oracle", "PromptLookup", "Rows"]

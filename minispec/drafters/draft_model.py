@@ -1,0 +1,104 @@
+"""A smaller model drafts, token by token (Leviathan et al. 2211.17192; Chen et al. 2302.01318)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..cache import KVCache
+from ..models import LanguageModel, check_same_tokens, load_target
+from ..sampling import Sampling
+from ..tree import TokenTree
+from .base import Drafter, Kept, Rows, at_least_one
+
+
+class DraftModel(Drafter):
+    """Drafts a chain of ``num_tokens`` tokens with any causal language model of the same tokens.
+
+    model: what ``load_target`` takes. The draft draws from its own law under the *same* sampling
+    settings as the target's. Two ways to stop a chain early, both judged on the law before
+    anything is drawn from it, so that no drawn token is ever dropped (dropping one would bend the
+    emitted law): ``min_top`` stops where the likeliest token is less likely than that,
+    ``max_entropy`` where the law's entropy in nats is above that.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        num_tokens: int = 4,
+        *,
+        min_top: float | None = None,
+        max_entropy: float | None = None,
+    ) -> None:
+        self.model: LanguageModel = load_target(model)
+        self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
+        self.min_top, self.max_entropy = min_top, max_entropy
+
+    def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
+        check_same_tokens(target, self.model)
+        limit = self.model.context_limit
+        if limit is not None and int(rows.limit.max()) > limit:
+            raise ValueError(
+                f"the draft model reads at most {limit} tokens; this call may reach "
+                f"{int(rows.limit.max())}"
+            )
+        self.vocab_size = target.vocab_size
+        self.cache = self.model.new_cache(rows.batch, rows.tokens.shape[1] + self.num_tokens + 1)
+
+    def propose(self, rows: Rows) -> TokenTree:
+        # What was drafted beyond the committed text is forgotten; the root is read anew.
+        self.cache.set_lengths(torch.minimum(self.cache.lengths_host, rows.host - 1))
+        return self.draft_chain(rows, *self.unread(rows))
+
+    def unread(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The committed tokens that the draft model has not read: [B, m], and how many: [B], CPU.
+
+        After a rejection that is the root alone; after a fully accepted chain also the last
+        drafted token, which was drawn and never read; at the start the whole prompt.
+        """
+        count = rows.host - self.cache.lengths_host
+        step = torch.arange(int(count.max()), device=rows.tokens.device)
+        place = self.cache.lengths.unsqueeze(1) + step
+        return rows.tokens.gather(1, place.clamp(max=rows.tokens.shape[1] - 1)), count
+
+    def draft_chain(self, rows: Rows, tokens: Tensor, count: Tensor) -> TokenTree:
+        """Reads ``tokens`` [B, m], of which ``count`` [B] are real, then draws K tokens."""
+        greedy = rows.sampling.greedy
+        valid = torch.ones(rows.batch, 1, dtype=torch.bool, device=tokens.device)
+        drawn, laws, valids = [], [], []
+        last = count.to(tokens.device).unsqueeze(1) - 1  # [B, 1]
+        logits = self.model.forward(self.cache, tokens, read=last).logits
+        self.cache.set_lengths(self.cache.lengths_host + count)
+        for step in range(self.num_tokens):
+            q = self.law(logits[:, 0], rows.sampling)  # [B, V]
+            valid = valid & self.goes_on(q).unsqueeze(1)
+            if tokens.device.type == "cpu" and step and not valid.any():
+                break
+            token = q.argmax(-1) if greedy else rows.rng.draw(q)
+            drawn.append(token)
+            laws.append(q)
+            valids.append(valid)
+            if step < self.num_tokens - 1:
+                logits = self.model.forward(self.cache, token.unsqueeze(1)).logits
+                self.cache.advance()
+        # At temperature 0 the law is a point mass on the argmax; saying so saves carrying it.
+        q_all = None if greedy else torch.stack(laws, 1)
+        return TokenTree.chain(torch.stack(drawn, 1), q_all, torch.cat(valids, 1))
+
+    def law(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """[B, V of the draft] logits to the draft's law over the target's vocabulary."""
+        # Some models pad their vocabulary to a round size; padding is no token.
+        q = sampling.probs(logits[:, : self.vocab_size])
+        return F.pad(q, (0, self.vocab_size - q.shape[1]))
+
+    def goes_on(self, q: Tensor) -> Tensor:
+        """[B] whether to draw from q at all."""
+        on = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+        if self.min_top is not None:
+            on = on & (q.amax(-1) >= self.min_top)
+        if self.max_entropy is not None:
+            on = on & (torch.special.entr(q).sum(-1) <= self.max_entropy)
+        return on

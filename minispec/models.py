@@ -1,0 +1,566 @@
+"""Models: loading them, and the one place that calls into transformers.
+
+Everything else in the package sees a ``LanguageModel``: tokens in, logits and hidden states out,
+over a ``KVCache`` of ours. What transformers may change under us (the forward call, the cache
+class, mask forms, where hidden states are found, attention functions) is touched here alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import AttentionInterface
+
+from .cache import KVCache, LayerShape
+from .fetch import FetchError, smollm2_folder
+
+BUNDLED = "smollm2"
+
+
+class UnsupportedModelError(ValueError):
+    """This model cannot be verified in one pass over a tree; the message says why."""
+
+
+class ModelLoadError(OSError):
+    """The weights could not be read; the message says what to do."""
+
+
+@dataclass
+class Pass:
+    """What one pass of a model gives back.
+
+    logits [B, m, V] at the positions that were read; hidden [B, n, H] the input of the LM head
+    (after the final norm) at every position; taps: the raw inputs [B, n, H] of the decoder layers
+    that were asked for, by layer index.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: dict[int, Tensor]
+
+
+class LanguageModel:
+    """A causal language model with its tokenizer, as the rest of minispec sees it."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+        refuse_unsupported(model)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+
+    def __repr__(self) -> str:
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        return f"<{type(self.model).__name__} {size:.1f}M parameters, {self.dtype}, {self.device}>"
+
+    # What the model is.
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go: the device of the input embedding."""
+        return self.model.get_input_embeddings().weight.device  # type: ignore
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @cached_property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def context_limit(self) -> int | None:
+        """The most tokens, prompt included, that the model was made for; None: no limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, from the generation config, else the config."""
+        for config in (getattr(self.model, "generation_config", None), self.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, Sequence) else (int(ids),)
+        return ()
+
+    @cached_property
+    def layer_kinds(self) -> list[str]:
+        """Each layer's attention: "full_attention" or "sliding_attention"."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            window = getattr(self.config, "sliding_window", None)
+            kinds = ["sliding_attention" if window else "full_attention"] * self.num_layers
+        return list(kinds)
+
+    @cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers: the module list as long as the config says the model is deep."""
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return module
+        raise UnsupportedModelError(f"no list of {self.num_layers} decoder layers found")
+
+    @cached_property
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each layer caches for a token, seen in a pass over one token."""
+        probe = _ShapeProbe()
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self.model(input_ids=token, use_cache=True, **{self._cache_argument: probe})
+        if sorted(probe.shapes) != list(range(self.num_layers)):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not cache keys and values in every layer"
+            )
+        return [probe.shapes[i] for i in range(self.num_layers)]
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether the model's attention can be replaced by ``grouped_attention``."""
+        return bool(getattr(self.model, "_supports_attention_backend", False))
+
+    @cached_property
+    def _configs(self) -> list[Any]:
+        """Every config object that a module of the model reads (a cut model has two)."""
+        found = (getattr(m, "config", None) for m in self.model.modules())
+        return list({id(c): c for c in found if hasattr(c, "_attn_implementation")}.values())
+
+    @cached_property
+    def groups(self) -> int:
+        """Query heads to a key head."""
+        heads = getattr(self.config, "num_attention_heads", 1)
+        return heads // (getattr(self.config, "num_key_value_heads", None) or heads)
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        """transformers 5.24 renamed the argument from past_key_values to cache."""
+        names = inspect.signature(self.model.forward).parameters
+        return "cache" if "cache" in names else "past_key_values"
+
+    # What it does.
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache for ``batch`` rows of up to ``capacity`` tokens."""
+        return KVCache(self.layer_shapes, batch, capacity)
+
+    def forward(
+        self,
+        cache: KVCache,
+        tokens: Tensor,
+        depth: Tensor | None = None,
+        visible: Tensor | None = None,
+        read: Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> Pass:
+        """One pass over n new tokens a row, written behind what the cache holds.
+
+        tokens [B, n]; depth [B, n] steps behind the first (default 0, 1, 2, ...: a chain);
+        visible [B, n, n] bool, who sees whom (default: each those before it and itself); read
+        [B, m] the positions among the n at which logits are wanted (default: all); taps: layer
+        indices whose inputs are wanted. The cache's lengths stay as they are: ``keep`` or
+        ``advance`` moves them.
+        """
+        batch, num = tokens.shape
+        cache.begin(num)
+        if depth is None:
+            depth = torch.arange(num, device=tokens.device).expand(batch, num)
+        if visible is None:
+            visible = torch.ones(num, num, dtype=torch.bool, device=tokens.device).tril()
+            visible = visible.expand(batch, num, num)
+        # Padding may stand beyond the last position that an absolute position table has.
+        positions = (cache.lengths.unsqueeze(1) + depth).clamp(max=(self.context_limit or 2**62) - 1)
+        catch = _Catch(read)
+        with ExitStack() as stack:
+            head = self.model.get_output_embeddings()  # type: ignore[operator]
+            stack.callback(head.register_forward_pre_hook(catch.before_head).remove)
+            for layer in taps:
+                hook = catch.tap(layer)
+                handle = self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            if self.grouped:
+                stack.enter_context(_grouped_attention(self._configs))
+            out = self.model(
+                input_ids=tokens,
+                attention_mask=self._masks(cache, depth, visible),
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_argument: _CacheAdapter(cache)},
+            )
+        return Pass(out.logits, catch.hidden, catch.taps)
+
+    def _masks(self, cache: KVCache, depth: Tensor, visible: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks: one tensor, or one a layer kind where the model mixes kinds."""
+        window = {"full_attention": None, "sliding_attention": self.config_window}
+        masks = {}
+        for kind in dict.fromkeys(self.layer_kinds):
+            mask = cache.mask(depth, visible, self.dtype, window[kind])
+            masks[kind] = mask.repeat(1, 1, self.groups, 1) if self.grouped else mask
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @cached_property
+    def config_window(self) -> int | None:
+        return getattr(self.config, "sliding_window", None)
+
+    def first_layers(self, num: int) -> LanguageModel:
+        """The model cut after its first ``num`` layers: same modules, nothing copied.
+
+        The final norm and the LM head follow layer ``num`` directly (early exit).
+        """
+        if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num < self.num_layers:
+            raise ValueError(f"layer must be a whole number in 1..{self.num_layers - 1}, not {num!r}")
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = num
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = self.layer_kinds[:num]
+        model = _with_layers(self.model, self.layers, nn.ModuleList(self.layers[:num]), config)
+        cut = LanguageModel(model, self.tokenizer)
+        cut.layer_shapes = self.layer_shapes[:num]  # type: ignore[misc]  # fills the cached property
+        return cut
+
+    # Text to ids and back.
+
+    def encode(self, prompt: Any) -> list[int]:
+        """One prompt to ids: a string as it is, chat messages by the template, or ids."""
+        if isinstance(prompt, Tensor):
+            prompt = prompt.tolist()
+        if isinstance(prompt, str) or _is_chat(prompt):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give prompts as token ids")
+            if isinstance(prompt, str):
+                return list(self.tokenizer(prompt)["input_ids"])
+            if not getattr(self.tokenizer, "chat_template", None):
+                raise ValueError("the tokenizer has no chat template: give the prompt as a string")
+            ids = self.tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+            return list(ids["input_ids"])
+        if not isinstance(prompt, Sequence) or not all(
+            isinstance(i, int) and not isinstance(i, bool) for i in prompt
+        ):
+            raise TypeError("a prompt is a string, a list of chat messages, or a list of token ids")
+        for i in prompt:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self.vocab_size}")
+        return list(prompt)
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """Ids to text, special tokens left out; without a tokenizer the ids themselves."""
+        ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+# Loading.
+
+
+def load_target(
+    source: str | Path | nn.Module | LanguageModel = BUNDLED,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    **kwargs: Any,
+) -> LanguageModel:
+    """Loads a target (or a draft model; they are the same kind of thing).
+
+    source: "smollm2" (fetched once, see ``minispec fetch``), a hub id, a folder, or a transformers
+    model. dtype "auto": bfloat16 where the machine computes in it, else float32. device "auto":
+    the accelerator if there is one; "balanced" spreads the layers over all GPUs by accelerate.
+    Other arguments go to ``from_pretrained``.
+
+    Raises ModelLoadError for missing or damaged weights, UnsupportedModelError for a model whose
+    state cannot be rolled back or whose attention cannot take a tree mask.
+    """
+    if isinstance(source, LanguageModel):
+        return source
+    if isinstance(source, nn.Module):
+        move: dict[str, Any] = {}
+        if dtype != "auto":
+            move["dtype"] = _dtype(dtype, torch.device("cpu"))
+        if device != "auto":
+            move["device"] = torch.device(device)
+        return LanguageModel(source.to(**move) if move else source, tokenizer)
+    name = str(source)
+    try:
+        folder = str(smollm2_folder()) if name == BUNDLED else name
+    except FetchError as error:
+        raise ModelLoadError(str(error)) from error
+    spread = str(device) in ("balanced", "balanced_low_0", "sequential")
+    place = _device("auto" if spread else device)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        refuse_unsupported_config(config)
+        if spread:
+            kwargs["device_map"] = str(device)
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=_dtype(dtype, place), **kwargs
+            )
+            if tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        hint = (
+            "`minispec fetch --force` gets it again"
+            if name == BUNDLED
+            else "give a folder that holds config.json and safetensors weights, or a hub id that "
+            "can be reached from here or is in the hub's cache already"
+        )
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelLoadError(f"cannot load {name!r}: {reason[0]}\n{hint}.") from error
+    return LanguageModel(model if spread else model.to(place), tokenizer)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if str(device) != "auto":
+        return torch.device(device)
+    from accelerate import PartialState
+
+    return PartialState().device
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, str):
+        if dtype == "auto":
+            native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return torch.bfloat16 if native else torch.float32
+        short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+        dtype = getattr(torch, short.get(dtype, dtype), dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"unknown dtype {dtype!r}: try bfloat16, float16, float32 or float64")
+    return dtype
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading a model prints no bars: they mean nothing for a second's work."""
+    log = transformers.utils.logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
+
+
+# What cannot work, by name.
+
+RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "ssm")
+
+
+def refuse_unsupported_config(config: Any) -> None:
+    """Raises UnsupportedModelError if a model of this config could not be verified exactly."""
+    kind = getattr(config, "model_type", type(config).__name__)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder; minispec serves decoders")
+    if kind in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{kind} uses ALiBi: its position bias counts slots and would be wrong in a tree"
+        )
+    types = set(getattr(config, "layer_types", None) or ())
+    if any(word in name for name in types for word in RECURRENT_KINDS):
+        raise UnsupportedModelError(
+            f"{kind} has recurrent layers: their state cannot be rolled back after a rejection"
+        )
+    unknown = types - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UnsupportedModelError(f"{kind} has layers of kind {', '.join(sorted(unknown))}")
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """The same for a model at hand, which also shows whether it is recurrent."""
+    if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
+        raise TypeError("load_target takes a name, a folder or a transformers causal LM")
+    refuse_unsupported_config(model.config)
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} is recurrent: its state cannot be rolled back after a "
+            "rejection"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head")
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        raise UnsupportedModelError(f"{model.config.model_type} uses attention sinks")
+
+
+def check_same_tokens(target: LanguageModel, draft: LanguageModel) -> None:
+    """Raises ValueError unless both models mean the same thing by the same ids."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocab_size != draft.vocab_size:
+            raise ValueError(
+                f"the draft's vocabulary has {draft.vocab_size} tokens, the target's "
+                f"{target.vocab_size}, and there are no tokenizers to compare"
+            )
+        return
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    by_id, other = {i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()}
+    for i in sorted(by_id.keys() | other.keys()):
+        if by_id.get(i) != other.get(i):
+            raise ValueError(
+                f"the draft's tokenizer differs from the target's: id {i} is "
+                f"{other.get(i)!r} there and {by_id.get(i)!r} here"
+            )
+
+
+# The joints with transformers.
+
+
+def _is_chat(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    )
+
+
+class _CacheAdapter(Cache):
+    """Our KVCache in the shape that transformers' attention layers expect."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(layers=[])
+        self.kv = cache
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore
+        return self.kv.update(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self.kv.lengths_host.max())
+
+    def get_mask_sizes(self, *args, **kwargs):  # type: ignore
+        raise RuntimeError("this model builds its own attention mask and would ignore the tree's")
+
+
+class _ShapeProbe(Cache):
+    """Takes note of the shapes that the layers want to keep, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore
+        self.shapes[layer_idx] = LayerShape(
+            key_states.shape[1],
+            key_states.shape[-1],
+            value_states.shape[-1],
+            key_states.dtype,
+            key_states.device,
+        )
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, *args, **kwargs) -> int:  # type: ignore
+        return 0
+
+    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:  # type: ignore
+        return 1, 0
+
+
+class _Catch:
+    """Hooks that read hidden states on their way, and thin out what the LM head reads."""
+
+    def __init__(self, read: Tensor | None) -> None:
+        self.read = read
+        self.hidden: Tensor = None  # type: ignore[assignment]
+        self.taps: dict[int, Tensor] = {}
+
+    def before_head(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+        self.hidden = args[0]  # [B, n, H]
+        if self.read is None:
+            return None
+        index = self.read.to(self.hidden.device)[:, :, None]
+        return (self.hidden.gather(1, index.expand(-1, -1, self.hidden.shape[-1])),)
+
+    def tap(self, layer: int) -> Any:
+        def before_layer(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self.taps[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return before_layer
+
+
+def _with_layers(model: nn.Module, old: nn.Module, new: nn.Module, config: Any) -> nn.Module:
+    """A shallow copy of a module tree with one child list replaced and another config."""
+    if model is old:
+        return new
+    if not any(m is old for m in model.modules()):
+        return model
+    twin = copy.copy(model)
+    twin._modules = {
+        name: _with_layers(child, old, new, config) if child is not None else None
+        for name, child in model._modules.items()
+    }
+    if hasattr(model, "config"):
+        twin.config = config
+    return twin
+
+
+ATTENTION = "minispec_grouped"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of grouped queries that does not repeat the keys.
+
+    query [B, Hq, n, D]; key, value [B, Hkv, S, D]. The G = Hq/Hkv heads that share a key head are
+    folded into the query axis, [B, Hkv, G*n, D], so that the cache is read once and copied never;
+    the additive mask comes folded alike, [B, 1, G*n, S]. Returns [B, n, Hq, D].
+    """
+    batch, heads, num, dim = query.shape
+    folded = query.reshape(batch, key.shape[1], -1, dim)
+    mask = attention_mask
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = folded @ key.transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / softcap) * softcap + mask
+        out = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    return out.view(batch, heads, num, value.shape[-1]).transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+
+
+@contextmanager
+def _grouped_attention(configs: Sequence[Any]) -> Iterator[None]:
+    """Has a model use ``grouped_attention`` for one pass; its own setting comes back after."""
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
