@@ -71,7 +71,8 @@ def _hub_copy() -> Path | None:
 
     files = ("config.json", "tokenizer.json", "model.safetensors")
     found = [try_to_load_from_cache(HUB_ID, name) for name in files]
-    return Path(found[0]).parent if all(isinstance(f, str) for f in found) else None
+    paths = [Path(f) for f in found if isinstance(f, str)]
+    return paths[0].parent if len(paths) == len(files) else None
 
 
 def _check(folder: Path) -> None:

@@ -1,12 +1,12 @@
 """The loop: draft, verify, keep, again. Plain decoding is the same loop with an empty tree.
 
-    prefill the prompts; the pass emits each row's first token
-    until every row has stopped:
-        tree    = drafter.propose(rows)                    B trees hanging on the last tokens
-        logits  = target.forward(root + nodes)             one pass reads the whole tree
-        verdict = verify(tree, law, rng)                   walk it, keep what the target would say
-        cache.keep(verdict.path)                           forget the rest
-        drafter.observe(rows, kept)
+prefill the prompts; the pass emits each row's first token
+until every row has stopped:
+    tree    = drafter.propose(rows)                    B trees hanging on the last tokens
+    logits  = target.forward(root + nodes)             one pass reads the whole tree
+    verdict = verify(tree, law, rng)                   walk it, keep what the target would say
+    cache.keep(verdict.path)                           forget the rest
+    drafter.observe(rows, kept)
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Generation:
 
     def _repr_html_(self) -> str:
         rows = "<hr>".join(html_text(row) for row in self.pieces())
-        return f"<div style='line-height:1.7'>{rows}</div><p>{html_legend()}<br>{self._summary()}</p>"
+        body = f"<div style='line-height:1.7'>{rows}</div>"
+        return f"{body}<p>{html_legend()}<br>{self._summary()}</p>"
 
     def __rich__(self) -> Group:
         return Group(*(rich_text(row) for row in self.pieces()), Text(self._summary(), "dim"))
@@ -108,7 +109,7 @@ def generate(
     if the target's logits hold a NaN or an infinity.
     """
     run = _Run(
-        target, prompts, drafter, max_new_tokens, sampling, seed, verifier, eos, stop, unsupported
+        target, prompts, drafter, max_new_tokens, sampling, seed, verifier, eos, stop, **unsupported
     )
     for piece in run.pieces():
         if stream is not None:
@@ -116,12 +117,11 @@ def generate(
     return run.result()
 
 
-def stream(target: LanguageModel, prompts: Any, drafter: Drafter | None = None, **options: Any):  # type: ignore
-    """``generate`` as an iterator of Pieces; the arguments are the same (but for ``stream``)."""
-    names = ("max_new_tokens", "sampling", "seed", "verifier", "eos", "stop")
-    defaults: tuple[Any, ...] = (128, None, 0, "speculative", None, ())
-    known = [options.pop(n, d) for n, d in zip(names, defaults, strict=True)]
-    return _Run(target, prompts, drafter, *known, options).pieces()
+def stream(
+    target: LanguageModel, prompts: Any, drafter: Drafter | None = None, **options: Any
+) -> Iterator[Piece]:
+    """``generate`` as an iterator of Pieces; the options are the same."""
+    return _Run(target, prompts, drafter, **options).pieces()
 
 
 class _Run:
@@ -131,14 +131,14 @@ class _Run:
         self,
         target: LanguageModel,
         prompts: Any,
-        drafter: Drafter | None,
-        max_new_tokens: int,
-        sampling: Sampling | None,
-        seed: int,
-        verifier: str | Verifier,
-        eos: int | Sequence[int] | None,
-        stop: str | Sequence[str],
-        unsupported: dict[str, Any],
+        drafter: Drafter | None = None,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        verifier: str | Verifier = "speculative",
+        eos: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        **unsupported: Any,
     ) -> None:
         _refuse(target, drafter, max_new_tokens, sampling, seed, verifier, unsupported)
         self.target, self.drafter = target, copy.copy(drafter)
@@ -236,6 +236,7 @@ class _Run:
         law = Law(logits, rows.sampling)
         result = self.commit(tree, self.verify(tree, law, self.rng), law)
         self.cache.set_lengths(self.rows.host - 1)
+        self.trace.prefill_s = time.perf_counter() - began
         if self.drafter is not None and not all(self.finish):
             prompt = None
             if wants:
@@ -243,7 +244,7 @@ class _Run:
                 caught = {i: torch.cat([o.taps[i] for o in seen], 1) for i in taps}
                 prompt = Kept(tree.parents, rows.lengths, hidden, caught)
             self.drafter.start(target, rows, self.cache, prompt)
-        self.trace.prefill_s = time.perf_counter() - began
+            self.trace.start_s = time.perf_counter() - began - self.trace.prefill_s
         self.trace.prefill_emitted = result[2]
         self.trace.rounds.clear()  # the prefill is a pass, not a round
         return result

@@ -55,7 +55,7 @@ class Pass:
 class LanguageModel:
     """A causal language model with its tokenizer, as the rest of minispec sees it."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None) -> None:
         refuse_unsupported(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
@@ -77,7 +77,7 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where token ids go: the device of the input embedding."""
-        return self.model.get_input_embeddings().weight.device  # type: ignore
+        return self.model.get_input_embeddings().weight.device
 
     @property
     def vocab_size(self) -> int:
@@ -185,10 +185,12 @@ class LanguageModel:
             visible = torch.ones(num, num, dtype=torch.bool, device=tokens.device).tril()
             visible = visible.expand(batch, num, num)
         # Padding may stand beyond the last position that an absolute position table has.
-        positions = (cache.lengths.unsqueeze(1) + depth).clamp(max=(self.context_limit or 2**62) - 1)
+        positions = (cache.lengths.unsqueeze(1) + depth).clamp(
+            max=(self.context_limit or 2**62) - 1
+        )
         catch = _Catch(read)
         with ExitStack() as stack:
-            head = self.model.get_output_embeddings()  # type: ignore[operator]
+            head = self.model.get_output_embeddings()
             stack.callback(head.register_forward_pre_hook(catch.before_head).remove)
             for layer in taps:
                 hook = catch.tap(layer)
@@ -224,14 +226,16 @@ class LanguageModel:
         The final norm and the LM head follow layer ``num`` directly (early exit).
         """
         if isinstance(num, bool) or not isinstance(num, int) or not 1 <= num < self.num_layers:
-            raise ValueError(f"layer must be a whole number in 1..{self.num_layers - 1}, not {num!r}")
+            raise ValueError(
+                f"layer must be a whole number in 1..{self.num_layers - 1}, not {num!r}"
+            )
         config = copy.deepcopy(self.config)
         config.num_hidden_layers = num
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = self.layer_kinds[:num]
         model = _with_layers(self.model, self.layers, nn.ModuleList(self.layers[:num]), config)
         cut = LanguageModel(model, self.tokenizer)
-        cut.layer_shapes = self.layer_shapes[:num]  # type: ignore[misc]  # fills the cached property
+        cut.layer_shapes = self.layer_shapes[:num]  # fills the cached property
         return cut
 
     # Text to ids and back.
@@ -311,7 +315,7 @@ def load_target(
         if spread:
             kwargs["device_map"] = str(device)
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=_dtype(dtype, place), **kwargs
             )
             if tokenizer is None:
@@ -387,7 +391,7 @@ def refuse_unsupported_config(config: Any) -> None:
         raise UnsupportedModelError(f"{kind} has layers of kind {', '.join(sorted(unknown))}")
 
 
-def refuse_unsupported(model: nn.Module) -> None:
+def refuse_unsupported(model: Any) -> None:
     """The same for a model at hand, which also shows whether it is recurrent."""
     if not hasattr(model, "config") or not hasattr(model, "get_output_embeddings"):
         raise TypeError("load_target takes a name, a folder or a transformers causal LM")
@@ -443,13 +447,15 @@ class _CacheAdapter(Cache):
         super().__init__(layers=[])
         self.kv = cache
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return self.kv.update(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.kv.lengths_host.max())
 
-    def get_mask_sizes(self, *args, **kwargs):  # type: ignore
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         raise RuntimeError("this model builds its own attention mask and would ignore the tree's")
 
 
@@ -460,7 +466,9 @@ class _ShapeProbe(Cache):
         super().__init__(layers=[])
         self.shapes: dict[int, LayerShape] = {}
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore
+    def update(  # type: ignore[override]
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.shapes[layer_idx] = LayerShape(
             key_states.shape[1],
             key_states.shape[-1],
@@ -473,10 +481,10 @@ class _ShapeProbe(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_query_offset(self, *args, **kwargs) -> int:  # type: ignore
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:
         return 0
 
-    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:  # type: ignore
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return 1, 0
 
 

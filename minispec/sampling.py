@@ -133,7 +133,9 @@ class Random:
         # right=True: the first token whose cumulative mass exceeds the point, so that a token of
         # probability 0 is never drawn. The clamp keeps u * mass from rounding up to mass itself.
         point = torch.minimum(point, torch.nextafter(mass, torch.zeros_like(mass)))
-        return torch.searchsorted(total, point, right=True).squeeze(-1).clamp(max=probs.shape[1] - 1)
+        return (
+            torch.searchsorted(total, point, right=True).squeeze(-1).clamp(max=probs.shape[1] - 1)
+        )
 
 
 class Certain(Random):

@@ -69,7 +69,9 @@ class Detokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def pieces(tokenizer: Any, row: int, tokens: Sequence[int], accepted: Sequence[bool]) -> list[Piece]:
+def pieces(
+    tokenizer: Any, row: int, tokens: Sequence[int], accepted: Sequence[bool]
+) -> list[Piece]:
     """One row's tokens as pieces of text."""
     text = Detokenizer(tokenizer)
     return [

@@ -15,6 +15,7 @@ target pass but not a round.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -40,7 +41,8 @@ class Trace:
     """The rounds of one generation."""
 
     rounds: list[Round] = field(default_factory=list)
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # seconds of the pass over the prompt
+    start_s: float = 0.0  # seconds of the drafter's preparation
     prefill_emitted: Tensor | None = None  # [B] 1 where the prefill pass emitted a token
 
     def _stack(self, name: str) -> Tensor:
@@ -72,9 +74,7 @@ class Trace:
         """alpha by position in the draft: entry n-1 is that of the n-th drafted token."""
         tried, accepted = self._stack("tried"), self._stack("accepted")
         deepest = int(tried.max()) if tried.numel() else 0
-        return [
-            int((accepted >= n).sum()) / int((tried >= n).sum()) for n in range(1, deepest + 1)
-        ]
+        return [int((accepted >= n).sum()) / int((tried >= n).sum()) for n in range(1, deepest + 1)]
 
     @property
     def tokens(self) -> int:
@@ -84,7 +84,8 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        return self.prefill_s + sum(r.total_s for r in self.rounds)
+        """Wall time of it all: prefill, the drafter's preparation, the rounds."""
+        return self.prefill_s + self.start_s + sum(r.total_s for r in self.rounds)
 
     def share(self) -> dict[str, float]:
         """Where the time of the rounds went: draft, target and rest, as fractions of 1."""
@@ -109,3 +110,16 @@ class Trace:
             f"<Trace: {self.tokens} tokens in {self.passes} target passes, "
             f"tau {self.tau:.2f}, alpha {self.alpha:.2f}>"
         )
+
+
+def pooled(traces: Iterable[Trace]) -> Trace:
+    """Several generations (of equally many rows) as one, for metrics over all of them."""
+    out = Trace()
+    for trace in traces:
+        out.rounds += trace.rounds
+        out.prefill_s += trace.prefill_s
+        out.start_s += trace.start_s
+        if trace.prefill_emitted is not None:
+            before = 0 if out.prefill_emitted is None else out.prefill_emitted
+            out.prefill_emitted = trace.prefill_emitted + before
+    return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CONFIGS, AlwaysWrong, RandomTree, prompts_of, tiny, tiny_transformer
+from conftest import AlwaysWrong, RandomTree, prompts_of, tiny_transformer
 
 import minispec as ms
 

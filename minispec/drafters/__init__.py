@@ -6,4 +6,4 @@ from .early_exit import EarlyExit
 from .lookup import PromptLookup
 from .oracle import Oracle
 
-__all__ = ["Drafter", "DraftModel", "EarlyExit", "Oracle", "PromptLookup", "Rows"]
+__all__ = ["DraftModel", "Drafter", "EarlyExit", "Oracle", "PromptLookup", "Rows"]

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..models import LanguageModel
 from ..tree import TokenTree
-from .base import Drafter, Kept, Rows, at_least_one
+from .base import Kept, Rows, at_least_one
 from .draft_model import DraftModel
 
 

@@ -1,0 +1,132 @@
+"""The command line: minispec demo | generate | fetch."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+app = typer.Typer(
+    help="Speculative decoding, compact, exact and readable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+class DrafterName(StrEnum):
+    none = "none"
+    lookup = "lookup"
+    early_exit = "early-exit"
+    oracle = "oracle"
+
+
+def fail(error: Exception) -> typer.Exit:
+    """One clear line on stderr, exit status 1."""
+    err.print(f"[red]error:[/] {escape(str(error))}")
+    return typer.Exit(1)
+
+
+@app.command()
+def fetch(
+    force: Annotated[bool, typer.Option(help="Fetch anew, also if it is there.")] = False,
+) -> None:
+    """Gets SmolLM2-135M-Instruct into the cache directory (93 MB, once)."""
+    from .fetch import FetchError, smollm2_folder
+
+    try:
+        err.print(f"[dim]{smollm2_folder(force=force)}[/]")
+    except FetchError as error:
+        raise fail(error) from error
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    model: Annotated[str, typer.Option(help="smollm2, a hub id, or a folder.")] = "smollm2",
+    drafter: Annotated[DrafterName, typer.Option(help="Who drafts.")] = DrafterName.lookup,
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model that drafts.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens drafted a round.")] = 8,
+    layer: Annotated[int, typer.Option(help="Where early exit leaves the target.")] = 24,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    max_new_tokens: Annotated[int, typer.Option()] = 128,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    raw: Annotated[bool, typer.Option(help="The prompt as it is, no chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, no colours.")] = False,
+) -> None:
+    """Answers one prompt, accepted drafts in one colour, the target's own tokens in another."""
+    from . import drafters
+    from .generate import _Run
+    from .models import load_target
+    from .sampling import Sampling
+    from .show import ACCEPTED_STYLE, OWN_STYLE
+
+    try:
+        target = load_target(model, dtype=dtype, device=device)
+        chosen: drafters.Drafter | None = {
+            DrafterName.none: lambda: None,
+            DrafterName.lookup: lambda: drafters.PromptLookup(num_tokens),
+            DrafterName.early_exit: lambda: drafters.EarlyExit(layer, num_tokens),
+            DrafterName.oracle: lambda: drafters.Oracle(0.8, num_tokens),
+        }[drafter]()
+        if draft_model is not None:
+            chosen = drafters.DraftModel(
+                load_target(draft_model, dtype=dtype, device=device), num_tokens
+            )
+        text = prompt if raw else [{"role": "user", "content": prompt}]
+        law = Sampling(temperature, top_k, top_p)
+        run = _Run(target, text, chosen, max_new_tokens, law, seed)
+        for piece in run.pieces():
+            if not as_json:
+                style = ACCEPTED_STYLE if piece.accepted else OWN_STYLE
+                out.print(escape(piece.text), style=style, end="", soft_wrap=True)
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+        raise fail(error) from error
+    result = run.result()
+    if as_json:
+        trace = result.trace
+        facts = {
+            "text": result.text[0],
+            "tokens": result.tokens[0].tolist(),
+            "finish": result.finish[0],
+            "tau": trace.tau,
+            "alpha": None if trace.alpha != trace.alpha else trace.alpha,
+            "target_passes": trace.passes,
+            "seconds": trace.seconds,
+        }
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        out.print()
+        err.print(f"[dim]{result._summary()}, {result.finish[0]}[/]")
+
+
+@app.command()
+def demo(
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option()] = 96,
+) -> None:
+    """The same prompts by plain decoding and by every drafter there is, on SmolLM2-135M."""
+    from .demo import DEMO_PROMPTS, load_prompts, machine, run_demo
+    from .models import load_target
+
+    try:
+        prompts = [p for p in load_prompts() if p.id in DEMO_PROMPTS]
+        target = load_target("smollm2", dtype=dtype, device=device)
+        run_demo(target, prompts, out, max_new_tokens)
+    except (ValueError, OSError) as error:
+        raise fail(error) from error
+    out.print(f"[dim]{machine()}[/]")
+
+
+if __name__ == "__main__":
+    app()

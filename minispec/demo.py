@@ -1,0 +1,181 @@
+"""The same prompts by plain decoding and by every drafter there is, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .drafters import Drafter, EarlyExit, Oracle, PromptLookup
+from .generate import Generation, generate, stream
+from .models import LanguageModel
+from .show import ACCEPTED_STYLE, OWN_STYLE
+from .trace import pooled
+
+DEMO_PROMPTS = ("conversation-01", "summarisation-01", "mathematics-01", "retrieval-01")
+STREAMED = "prompt lookup"
+
+
+@dataclass
+class Prompt:
+    """One line of data/prompts.jsonl."""
+
+    id: str
+    kind: str
+    split: str
+    text: str
+
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.text}]
+
+
+def data_dir() -> Path:
+    """MINISPEC_DATA, else data/ of the checkout that the package lies in."""
+    folder = Path(os.environ.get("MINISPEC_DATA") or Path(__file__).parent.parent / "data")
+    if not (folder / "prompts.jsonl").is_file():
+        raise FileNotFoundError(
+            f"no prompts.jsonl in {folder}: run from a checkout of minispec, or set MINISPEC_DATA"
+        )
+    return folder
+
+
+def load_prompts(split: str | None = None, kind: str | None = None) -> list[Prompt]:
+    """The project's prompts; split "dev" or "test", kind one of the six; None: all."""
+    lines = (data_dir() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [Prompt(**json.loads(line)) for line in lines]
+    return [p for p in prompts if split in (None, p.split) and kind in (None, p.kind)]
+
+
+def all_methods() -> dict[str, Drafter | None]:
+    """Every drafter, under the name that tables and figures use."""
+    return {
+        "plain": None,
+        "prompt lookup": PromptLookup(num_tokens=8),
+        "early exit": EarlyExit(layer=24, num_tokens=2),
+        "oracle": Oracle(alpha=0.8, num_tokens=6),
+    }
+
+
+@dataclass
+class Runs:
+    """One method's generations over all prompts."""
+
+    outs: list[Generation] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Of the rounds alone: prefill, and what an oracle does beforehand, are left out."""
+        return sum(r.total_s for o in self.outs for r in o.trace.rounds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        emitted = sum(int(r.emitted.sum()) for o in self.outs for r in o.trace.rounds)
+        return emitted / self.seconds
+
+    def identical(self, others: Runs) -> int:
+        """In how many of the prompts the tokens are the same."""
+        pairs = zip(self.outs, others.outs, strict=True)
+        return sum(torch.equal(a.tokens[0], b.tokens[0]) for a, b in pairs)
+
+
+def run_demo(
+    target: LanguageModel,
+    prompts: Sequence[Prompt],
+    console: Console,
+    max_new_tokens: int = 96,
+) -> dict[str, Runs]:
+    """Streams an answer to each prompt, runs every method on it in turn, prints the table."""
+    methods = all_methods()
+    for drafter in methods.values():  # warm-up: the first passes of a process are slow
+        generate(target, [list(range(2, 18))], drafter, max_new_tokens=6, eos=())
+    runs = {name: Runs() for name in methods}
+    console.print(f"[{ACCEPTED_STYLE}]drafted and accepted[/]  [{OWN_STYLE}]the target's own[/]")
+    for prompt in prompts:
+        console.rule(f"{prompt.id}", align="left")
+        console.print(escape(_shortened(prompt.text)), style="italic dim")
+        _stream(target, prompt, methods[STREAMED], console, max_new_tokens)
+        for name, drafter in methods.items():
+            with console.status(f"{name} ..."):
+                out = generate(target, prompt.chat(), drafter, max_new_tokens=max_new_tokens)
+            runs[name].outs.append(out)
+    console.rule("side by side", align="left")
+    console.print(table(target, runs))
+    return runs
+
+
+def _stream(
+    target: LanguageModel, prompt: Prompt, drafter: Drafter | None, console: Console, limit: int
+) -> None:
+    for piece in stream(target, prompt.chat(), drafter, max_new_tokens=limit):
+        style = ACCEPTED_STYLE if piece.accepted else OWN_STYLE
+        console.print(escape(piece.text), style=style, end="", highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _shortened(text: str, width: int = 200) -> str:
+    return text if len(text) <= width else f"{text[:width].rsplit(' ', 1)[0]} ..."
+
+
+def table(target: LanguageModel, runs: dict[str, Runs]) -> Table:
+    """Method by method: speed, what the drafts were worth, and whether the text is the same."""
+    plain = runs["plain"]
+    total = len(plain.outs)
+    where = f"{str(target.dtype).removeprefix('torch.')}, {target.device}, greedy, {total} prompts"
+    out = Table(title=f"{type(target.model).__name__} ({where})", title_justify="left")
+    for column in ("method", "tokens/s", "speed-up", "τ", "α", "target passes", "identical"):
+        out.add_column(column, justify="left" if column == "method" else "right")
+    for name, run in runs.items():
+        trace = pooled(o.trace for o in run.outs)
+        same = run.identical(plain)
+        out.add_row(
+            name,
+            f"{run.tokens_per_second:.1f}",
+            f"{run.tokens_per_second / plain.tokens_per_second:.2f}x",
+            f"{trace.tau:.2f}",
+            "-" if trace.alpha != trace.alpha else f"{trace.alpha:.2f}",
+            str(sum(o.trace.passes for o in run.outs)),
+            "yes" if same == total else f"no: {same} of {total}",
+        )
+    out.caption = notes(runs, target.dtype)
+    out.caption_justify = "left"
+    return out
+
+
+def notes(runs: dict[str, Runs], dtype: torch.dtype) -> str:
+    """What a reader of the table must know."""
+    lines = ["Times are of the rounds alone, without the prompt's pass."]
+    if "oracle" in runs:
+        lines.append(
+            "The oracle is no method: it knows the answer beforehand and spoils a fifth of it, to "
+            "show what a free drafter of α 0.8 would give."
+        )
+    plain = runs["plain"]
+    if dtype in (torch.bfloat16, torch.float16) and any(
+        r.identical(plain) < len(plain.outs) for r in runs.values()
+    ):
+        lines.append(
+            "In 16 bits a pass over several tokens rounds differently from a pass over one, and "
+            "where two tokens nearly tie the other may win; --dtype float32 gives yes throughout."
+        )
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """The machine in one line, for tables that are kept."""
+    cpu = "unknown CPU"
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names: Iterable[str] = (
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        )
+        cpu = next(iter(names), cpu)
+    return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}"
