@@ -309,15 +309,14 @@ def load_target(
         raise ModelLoadError(str(error)) from error
     spread = str(device) in ("balanced", "balanced_low_0", "sequential")
     place = _device("auto" if spread else device)
+    kwargs["dtype"] = _dtype(dtype, place)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         refuse_unsupported_config(config)
         if spread:
             kwargs["device_map"] = str(device)
         with _quiet():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=_dtype(dtype, place), **kwargs
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
             if tokenizer is None:
                 tokenizer = AutoTokenizer.from_pretrained(folder)
     except UnsupportedModelError:
@@ -447,7 +446,7 @@ class _CacheAdapter(Cache):
         super().__init__(layers=[])
         self.kv = cache
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return self.kv.update(layer_idx, key_states, value_states)
@@ -466,7 +465,7 @@ class _ShapeProbe(Cache):
         super().__init__(layers=[])
         self.shapes: dict[int, LayerShape] = {}
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         self.shapes[layer_idx] = LayerShape(
@@ -554,7 +553,8 @@ def grouped_attention(
     else:
         scores = folded @ key.transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
         scores = torch.tanh(scores / softcap) * softcap + mask
-        out = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        out = scores.softmax(-1, dtype=wide).to(value.dtype) @ value
     return out.view(batch, heads, num, value.shape[-1]).transpose(1, 2), None
 
 

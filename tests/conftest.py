@@ -154,7 +154,7 @@ class RandomTree(ms.Drafter):
                 above = paths[parent] if parent >= 0 else []
                 context = torch.tensor([text + above])
                 best = int(self.target.model(context, use_cache=False).logits[0, -1].argmax())
-                other = int(torch.randint(0, VOCAB, (1,), generator=self.chance))
+                other = int(torch.randint(0, self.target.vocab_size, (1,), generator=self.chance))
                 right = float(torch.rand(1, generator=self.chance)) < self.alpha
                 token = best if right else other
                 parents[b, i], tokens[b, i] = parent, token

@@ -19,10 +19,10 @@ class DraftModel(Drafter):
     """Drafts a chain of ``num_tokens`` tokens with any causal language model of the same tokens.
 
     model: what ``load_target`` takes. The draft draws from its own law under the *same* sampling
-    settings as the target's. Two ways to stop a chain early, both judged on the law before
-    anything is drawn from it, so that no drawn token is ever dropped (dropping one would bend the
-    emitted law): ``min_top`` stops where the likeliest token is less likely than that,
-    ``max_entropy`` where the law's entropy in nats is above that.
+    settings as the target's. Two ways to stop a chain early, both judged on the draft's softmax
+    at temperature 1 before anything is drawn, so that no drawn token is ever dropped (dropping
+    one would bend the emitted law): ``min_top`` stops where the likeliest token is less likely
+    than that, ``max_entropy`` where the entropy in nats is above that.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class DraftModel(Drafter):
         count = rows.host - self.cache.lengths_host
         step = torch.arange(int(count.max()), device=rows.tokens.device)
         place = self.cache.lengths.unsqueeze(1) + step
-        return rows.tokens.gather(1, place.clamp(max=rows.tokens.shape[1] - 1)), count
+        tokens = rows.tokens.gather(1, place.clamp(max=rows.tokens.shape[1] - 1))
+        return tokens.clamp(max=self.model.vocab_size - 1), count  # an id only the target pads to
 
     def draft_chain(self, rows: Rows, tokens: Tensor, count: Tensor) -> TokenTree:
         """Reads ``tokens`` [B, m], of which ``count`` [B] are real, then draws K tokens."""
@@ -74,7 +75,7 @@ class DraftModel(Drafter):
         self.cache.set_lengths(self.cache.lengths_host + count)
         for step in range(self.num_tokens):
             q = self.law(logits[:, 0], rows.sampling)  # [B, V]
-            valid = valid & self.goes_on(q).unsqueeze(1)
+            valid = valid & self.goes_on(logits[:, 0]).unsqueeze(1)
             if tokens.device.type == "cpu" and step and not valid.any():
                 break
             token = q.argmax(-1) if greedy else rows.rng.draw(q)
@@ -94,11 +95,14 @@ class DraftModel(Drafter):
         q = sampling.probs(logits[:, : self.vocab_size])
         return F.pad(q, (0, self.vocab_size - q.shape[1]))
 
-    def goes_on(self, q: Tensor) -> Tensor:
-        """[B] whether to draw from q at all."""
-        on = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+    def goes_on(self, logits: Tensor) -> Tensor:
+        """[B] whether to draft one more token, from the draft's logits [B, V]."""
+        on = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        if self.min_top is None and self.max_entropy is None:
+            return on
+        p = logits.float().softmax(-1)
         if self.min_top is not None:
-            on = on & (q.amax(-1) >= self.min_top)
+            on = on & (p.amax(-1) >= self.min_top)
         if self.max_entropy is not None:
-            on = on & (torch.special.entr(q).sum(-1) <= self.max_entropy)
+            on = on & (torch.special.entr(p).sum(-1) <= self.max_entropy)
         return on

@@ -1,0 +1,88 @@
+"""The real model: SmolLM2-135M-Instruct in fp32 gives the tokens of transformers' greedy search."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import minispec as ms
+from minispec.demo import load_prompts
+
+pytestmark = pytest.mark.slow
+NEW, PROMPTS = 64, 20
+
+
+@cache
+def target() -> ms.LanguageModel:
+    torch.set_num_threads(2)
+    return ms.load_target("smollm2", dtype="float32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@cache
+def chats() -> list[list[int]]:
+    """Twenty short prompts, all kinds but those with long passages over-represented."""
+    by_length = sorted(load_prompts("test"), key=lambda p: len(p.text))
+    picked = by_length[:14] + by_length[-6:]  # six with a passage, where lookup has work to do
+    return [target().encode(p.chat()) for p in picked]
+
+
+@cache
+def expected() -> list[list[int]]:
+    rows = []
+    for ids in chats():
+        tokens = torch.tensor([ids])
+        out = target().model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW, do_sample=False
+        )
+        rows.append(out[0, len(ids) :].tolist())
+    return rows
+
+
+def drafter(name: str, num: int) -> ms.Drafter | None:
+    return {
+        "plain": lambda: None,
+        "lookup": lambda: ms.PromptLookup(num),
+        "early exit": lambda: ms.EarlyExit(6, num),
+        "draft model": lambda: ms.DraftModel(target().first_layers(3), num),
+        "oracle": lambda: ms.Oracle(0.8, num),
+    }[name]()
+
+
+@pytest.mark.parametrize("num", [1, 3, 7])
+@pytest.mark.parametrize("name", ["plain", "lookup", "early exit", "draft model", "oracle"])
+def test_tokens_are_those_of_transformers(name, num):  # pitfall 1
+    if name == "plain" and num > 1:
+        pytest.skip("plain decoding drafts nothing")
+    assert len(chats()) == PROMPTS
+    out = ms.generate(target(), chats(), drafter(name, num), max_new_tokens=NEW)
+    for row, (ours, theirs) in enumerate(zip(out.tokens, expected(), strict=True)):
+        assert ours.tolist() == theirs, f"prompt {row}"
+
+
+def test_lookup_finds_something_where_a_passage_is_given():
+    out = ms.generate(target(), chats()[-6:], ms.PromptLookup(8), max_new_tokens=NEW)
+    assert out.trace.tau > 1.2
+
+
+def test_the_stream_spells_the_text():
+    text = "".join(p.text for p in ms.stream(target(), chats()[0], max_new_tokens=40))
+    assert text == ms.generate(target(), chats()[0], max_new_tokens=40).text[0]
+
+
+def test_characters_of_several_tokens_are_held_back_until_they_are_whole():
+    from minispec.show import pieces
+
+    tokenizer = target().tokenizer
+    ids = tokenizer("naïve 🙂 日本語 – done")["input_ids"]
+    texts = [p.text for p in pieces(tokenizer, 0, ids, [True] * len(ids))]
+    assert "".join(texts) == "naïve 🙂 日本語 – done"
+    assert "\ufffd" not in "".join(texts)
