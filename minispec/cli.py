@@ -122,7 +122,10 @@ def demo(
     try:
         prompts = [p for p in load_prompts() if p.id in DEMO_PROMPTS]
         target = load_target("smollm2", dtype=dtype, device=device)
-        run_demo(target, prompts, out, max_new_tokens)
+        exact = load_target("smollm2", dtype="float32", device=device)
+        run_demo(
+            target, prompts, out, max_new_tokens, exact if target.dtype != exact.dtype else None
+        )
     except (ValueError, OSError) as error:
         raise fail(error) from error
     out.print(f"[dim]{machine()}[/]")

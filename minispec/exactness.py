@@ -1,16 +1,291 @@
-"""Is the emitted text the target's own? Tests that can say no.
+"""Is the emitted text the target's own? Answers that can say no.
 
-``g_test`` compares emitted tokens with the law they should follow. A test that never fails proves
-nothing, so each comes with two numbers stated beforehand: how seldom it may fail a correct
-implementation, and how surely it must fail one whose law is off by a stated distance.
+Two ways of asking. **Enumeration** drives the production code through every outcome that chance
+could bring, each with its exact probability: what comes out is the emitted law itself, to rounding,
+and no sampling error hides a fault. **Statistics** compare emitted tokens with the law they should
+follow; a test that never fails proves nothing, so each comes with two numbers stated beforehand:
+how seldom it may fail a correct implementation, and how surely it must fail one whose law is off
+by a stated distance.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
+from torch import Tensor, nn
+
+from .drafters.base import Drafter
+from .generate import _Run
+from .models import LanguageModel
+from .sampling import Random, Sampling, sibling_laws
+
+# Enumeration: chance replaced by all of its outcomes.
+
+
+class Branching(Random):
+    """A source of chance that walks every outcome and keeps the exact probability of each.
+
+    Each row follows a *script*: the outcomes of its first, second, ... choice, where a choice is
+    what could fall more than one way. Beyond its script a row takes the first possible outcome,
+    and each other possible one becomes a new script, to be run in a later wave. So every leaf of
+    the tree of outcomes is run exactly once, thousands of leaves a wave, as rows of one batch.
+    """
+
+    def __init__(self, scripts: Tensor) -> None:
+        """scripts [R, C] outcomes so far, -1 behind a script's end."""
+        self.device = torch.device("cpu")
+        self.weight = torch.ones(len(scripts), dtype=torch.float64)  # [R] probability so far
+        self.script = scripts  # [R, C] grows to the right as choices are made
+        self.turn = torch.zeros(len(scripts), dtype=torch.long)  # [R] choices made
+        self.new: list[tuple[Tensor, Tensor]] = []  # (rows, the new scripts that left them)
+        self.alive: Callable[[], Tensor] | None = None  # [R] rows whose choices still matter
+
+    def choose(self, probs: Tensor) -> Tensor:
+        """[R] one outcome a row of the laws probs [R, K], float64, rows summing to 1."""
+        rows = torch.arange(len(probs))
+        possible = probs > 0
+        first = possible.to(torch.int8).argmax(1)
+        branches = possible.sum(1) > 1
+        if self.alive is not None:
+            branches &= self.alive()
+        if bool((self.turn[branches] >= self.script.shape[1]).any()):
+            self.script = nn.functional.pad(self.script, (0, 1), value=-1)
+        turn = self.turn.clamp(max=self.script.shape[1] - 1)
+        told = self.script[rows, turn].masked_fill(~branches, -1)
+        outcome = torch.where(told >= 0, told, first)
+        self.weight = torch.where(branches, self.weight * probs[rows, outcome], self.weight)
+        # Every other outcome of a choice that no script foresaw leads to leaves of its own.
+        others = possible & (branches & (told < 0)).unsqueeze(1)
+        others[rows, first] = False
+        parent, value = others.nonzero(as_tuple=True)
+        if len(parent):
+            script = self.script[parent]
+            script[torch.arange(len(parent)), self.turn[parent]] = value
+            self.new.append((parent, script))
+        self.script[rows[branches], self.turn[branches]] = outcome[branches]
+        self.turn = self.turn + branches
+        return outcome
+
+    def uniform(self, num: int) -> Tensor:
+        """Uniforms that are settled only as far as they are compared: see ``Uniform``."""
+        return Uniform(self, num)  # type: ignore[return-value]
+
+    def draw(self, probs: Tensor) -> Tensor:
+        probs = probs.double()
+        return self.choose(probs / probs.sum(1, keepdim=True))
+
+    def draw_siblings(self, q: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """One after the other, each from the law that is left: what Gumbel-top-k does at once."""
+        tokens = torch.empty(len(q), 0, dtype=torch.long)
+        free = torch.ones_like(q)
+        left = q
+        for _ in range(num):
+            law = torch.where(left.sum(1, keepdim=True) > 0, left, free)
+            token = self.draw(law).unsqueeze(1)
+            left, free = left.scatter(1, token, 0.0), free.scatter(1, token, 0.0)
+            tokens = torch.cat([tokens, token], 1)
+        return tokens, sibling_laws(q, tokens)
+
+
+class Uniform:
+    """R uniforms of which only an interval is known; each comparison may split it in two."""
+
+    def __init__(self, chance: Branching, num: int) -> None:
+        self.chance = chance
+        self.low = torch.zeros(num, dtype=torch.float64)
+        self.high = torch.ones(num, dtype=torch.float64)
+
+    def __lt__(self, prob: Tensor) -> Tensor:
+        """[R] bool: u < prob, heads with exactly the probability that is still open."""
+        prob = prob.double().clamp(0, 1)
+        heads = ((prob - self.low) / (self.high - self.low)).clamp(0, 1)
+        fell = self.chance.choose(torch.stack([heads, 1 - heads], 1)) == 0
+        self.high = torch.where(fell, torch.minimum(self.high, prob), self.high)
+        self.low = torch.where(fell, self.low, torch.maximum(self.low, prob))
+        return fell
+
+
+def enumerate_outcomes(
+    run: Callable[[Branching, Tensor], Sequence[Tensor]], instances: int, chunk: int = 50_000
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Runs ``run(chance, instance)`` through every outcome of its chance.
+
+    instance [R] says which of ``instances`` problems each row is; run returns tensors [R, ...].
+    Returns the leaves' probabilities [L] (float64, summing to 1 for each instance), the instance
+    [L] of each, and the results [L, ...].
+    """
+    waves = [(torch.full((instances, 1), -1), torch.arange(instances))]
+    weights, owners, results = [], [], []
+    while waves:
+        scripts, instance = waves.pop()
+        if len(scripts) > chunk:  # halves bound the memory
+            waves += [(scripts[chunk:], instance[chunk:])]
+            scripts, instance = scripts[:chunk], instance[:chunk]
+        chance = Branching(scripts)
+        result = run(chance, instance)
+        weights.append(chance.weight)
+        owners.append(instance)
+        results.append(result)
+        if chance.new:
+            longest = max(s.shape[1] for _, s in chance.new)
+            pad = [nn.functional.pad(s, (0, longest - s.shape[1]), value=-1) for _, s in chance.new]
+            waves.append((torch.cat(pad), instance[torch.cat([rows for rows, _ in chance.new])]))
+    columns = [torch.cat(column) for column in zip(*results, strict=True)]
+    return torch.cat(weights), torch.cat(owners), columns
+
+
+# A toy language model whose law depends on every token it sees.
+
+
+class TableLM(nn.Module):
+    """A causal LM that looks its logits up in a random table, by the whole visible prefix.
+
+    What it caches for a token is the number (token + 1) (V + 1)^position; a query adds up what
+    its mask lets it see (itself included), and that sum, the prefix written in base V + 1, is
+    the row of the table. A sibling seen through a wrong mask, a rejected key left behind, a
+    position that is off: each changes the sum, and with it the law. Everything is float64.
+    """
+
+    ROWS = 4096
+
+    def __init__(
+        self, vocab_size: int, seed: int = 0, num_layers: int = 2, scale: float = 1.5
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.config = SimpleNamespace(
+            vocab_size=vocab_size,
+            num_hidden_layers=num_layers,
+            max_position_embeddings=None,
+            model_type="table",
+            eos_token_id=None,
+        )
+        self.embed = nn.Embedding(vocab_size, 1, dtype=torch.float64)
+        self.layers = nn.ModuleList(_Table(vocab_size, generator, scale) for _ in range(num_layers))
+        self.head = nn.Identity()
+
+    def tables(self) -> list[_Table]:
+        return [layer for layer in self.layers if isinstance(layer, _Table)]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: Any,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        use_cache: bool = True,
+    ) -> SimpleNamespace:
+        base = self.config.vocab_size + 1
+        if position_ids is None:
+            position_ids = torch.zeros_like(input_ids)
+        digit = (input_ids + 1).double() * torch.pow(float(base), position_ids.double())
+        hidden = torch.zeros(*input_ids.shape, self.config.vocab_size, dtype=torch.float64)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, digit, i, cache, attention_mask)
+        return SimpleNamespace(logits=self.head(hidden))
+
+    def logits_after(self, prefix: Sequence[int]) -> Tensor:
+        """[V] the logits after a prefix, straight from the tables: no cache, mask or batch."""
+        base = self.config.vocab_size + 1
+        number = sum((t + 1) * base**i for i, t in enumerate(prefix))
+        return torch.stack([t.logits[number % self.ROWS] for t in self.tables()]).sum(0)
+
+
+class _Table(nn.Module):
+    def __init__(self, vocab_size: int, generator: torch.Generator, scale: float) -> None:
+        super().__init__()
+        size = (TableLM.ROWS, vocab_size)
+        self.logits = scale * torch.randn(size, generator=generator, dtype=torch.float64)
+
+    def forward(
+        self, hidden_states: Tensor, digit: Tensor, layer: int, cache: Any, mask: Tensor | None
+    ) -> Tensor:
+        keys, _ = cache.update(digit[:, None, :, None], digit[:, None, :, None], layer)
+        seen = keys[:, :, :, 0]  # [B, 1, S]
+        visible = torch.ones_like(seen) if mask is None else (mask[:, 0] == 0).double()
+        number = (visible * seen).sum(-1)  # [B, n], exact: far below 2^53
+        return hidden_states + self.logits[number.long() % TableLM.ROWS]
+
+
+# The law of a whole generation.
+
+
+def padded_law(
+    model: TableLM, prompt: Sequence[int], num: int, sampling: Sampling, eos: int | None = None
+) -> dict[tuple[int, ...], float]:
+    """The law of the next ``num`` tokens by the tables alone; a text ends at ``eos``."""
+    law: dict[tuple[int, ...], float] = {}
+
+    def extend(text: tuple[int, ...], weight: float) -> None:
+        if len(text) == num or (text and text[-1] == eos):
+            law[text] = law.get(text, 0.0) + weight
+            return
+        probs = sampling.probs(model.logits_after([*prompt, *text]))
+        for token, p in enumerate(probs.tolist()):
+            if p > 0:
+                extend((*text, token), weight * p)
+
+    extend((), 1.0)
+    return law
+
+
+def emitted_law(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    drafter: Drafter | None,
+    num: int,
+    sampling: Sampling,
+    *,
+    eos: int | None = None,
+    verifier: str = "speculative",
+) -> tuple[list[dict[tuple[int, ...], float]], int]:
+    """The law that ``generate`` emits, by running it through every outcome of its chance.
+
+    All prompts, of whatever lengths, are rows of the same batches. Returns a law for each prompt,
+    and the number of outcomes.
+    """
+
+    def run(chance: Branching, instance: Tensor) -> Sequence[Tensor]:
+        rows = [prompts[i] for i in instance.tolist()]
+        ends = () if eos is None else eos
+        call = _Run(target, rows, drafter, num, sampling, chance, verifier, ends)
+        chance.alive = lambda: ~call.rows.stopped
+        for _ in call.rounds():
+            pass
+        new = torch.full((len(rows), num), -1)
+        for row, (begin, end) in enumerate(
+            zip(call.prompt_lengths.tolist(), call.rows.host.tolist(), strict=True)
+        ):
+            new[row, : end - begin] = call.rows.tokens[row, begin:end]
+        return [new]
+
+    weights, owners, (tokens,) = enumerate_outcomes(run, len(prompts))
+    laws: list[dict[tuple[int, ...], float]] = [{} for _ in prompts]
+    for weight, owner, row in zip(weights.tolist(), owners.tolist(), tokens.tolist(), strict=True):
+        text = tuple(t for t in row if t >= 0)
+        laws[owner][text] = laws[owner].get(text, 0.0) + weight
+    return laws, len(weights)
+
+
+def total_variation(a: dict[Any, float], b: dict[Any, float]) -> float:
+    """Half the summed absolute difference of two laws: the most by which any event differs."""
+    return 0.5 * math.fsum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in a.keys() | b.keys())
+
+
+# Statistics with power.
 
 FALSE_FAILURE = 1e-6  # how often a whole suite may fail although nothing is wrong
 MIN_EXPECTED = 5.0  # cells expected to hold less are pooled, as the chi-square law asks
@@ -51,10 +326,11 @@ def pool(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.nda
     """Merges the rarest cells until every cell is expected to hold MIN_EXPECTED draws."""
     order = np.argsort(expected)
     observed, expected = observed[order], expected[order]
-    rare = int((np.cumsum(expected) < MIN_EXPECTED).sum()) + 1
-    rare = max(rare, int((expected < MIN_EXPECTED).sum()))
-    if rare >= len(expected):
-        return observed.sum(keepdims=True), expected.sum(keepdims=True)
+    rare = int((expected < MIN_EXPECTED).sum())
+    if rare == 0:
+        return observed, expected
+    while rare < len(expected) and expected[:rare].sum() < MIN_EXPECTED:
+        rare += 1
     return (
         np.append(observed[:rare].sum(), observed[rare:]),
         np.append(expected[:rare].sum(), expected[rare:]),
@@ -78,3 +354,11 @@ def detectable(draws: int, df: int, tests: int = 1, surely: float = 0.999) -> fl
         middle = (low + high) / 2
         low, high = (low, middle) if power(draws, df, middle, tests) >= surely else (middle, high)
     return high
+
+
+def tv_bound(draws: int, cells: int, distance: float) -> float:
+    """P(TV(empirical, law) >= distance) <= 2^cells exp(-2 draws distance^2): readable, and loose.
+
+    Hoeffding's inequality for each of the 2^cells events, and the union of them.
+    """
+    return min(1.0, math.exp(cells * math.log(2) - 2 * draws * distance**2))

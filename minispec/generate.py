@@ -89,7 +89,7 @@ def generate(
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
-    seed: int = 0,
+    seed: int | Random = 0,
     verifier: str | Verifier = "speculative",
     eos: int | Sequence[int] | None = None,
     stop: str | Sequence[str] = (),
@@ -101,8 +101,8 @@ def generate(
     prompts: one or many of: a string (taken as it is), a list of chat messages (the tokenizer's
     template), a list or tensor of token ids. max_new_tokens: at most this many a row, at least 1.
     sampling: the law to keep; None is greedy. seed: of this call's own generator; the same seed
-    gives the same tokens, and torch's global generator is left alone. eos: ids that end a row;
-    None: the model's own; () none. stop: strings that end a row once its text contains one.
+    gives the same tokens, and torch's global generator is left alone; or a Random. eos: ids that
+    end a row; None: the model's own; () none. stop: strings that end a row once its text has one.
     stream: called with each Piece as it is committed. drafter None is plain decoding.
 
     Raises ValueError or TypeError for what cannot be done, before any work; FloatingPointError
@@ -134,7 +134,7 @@ class _Run:
         drafter: Drafter | None = None,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        seed: int = 0,
+        seed: int | Random = 0,
         verifier: str | Verifier = "speculative",
         eos: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
@@ -170,7 +170,7 @@ class _Run:
             self.limit_host.to(device),
             torch.zeros(len(ids), dtype=torch.bool, device=device),
             sampling or Sampling(),
-            Random(seed, device),
+            seed if isinstance(seed, Random) else Random(seed, device),
         )
         self.rng = Certain() if self.rows.sampling.greedy else self.rows.rng
         self.finish: list[str | None] = [None] * len(ids)
@@ -430,7 +430,7 @@ def _refuse(
         raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling, not {sampling!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, int | Random):
         raise TypeError(f"seed must be a whole number, not {seed!r}")
     if isinstance(verifier, str) and verifier not in VERIFIERS:
         raise ValueError(f"unknown verifier {verifier!r}: there are {', '.join(VERIFIERS)}")

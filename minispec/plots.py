@@ -37,6 +37,8 @@ def style() -> None:
 
 def color(method: str) -> str:
     """The colour of a method by name ("plain", "prompt lookup", ...), the same everywhere."""
+    if method not in COLORS:
+        raise ValueError(f"no colour for {method!r}: there are {', '.join(COLORS)}")
     return COLORS[method]
 
 

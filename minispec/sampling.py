@@ -137,6 +137,38 @@ class Random:
             torch.searchsorted(total, point, right=True).squeeze(-1).clamp(max=probs.shape[1] - 1)
         )
 
+    def draw_siblings(self, q: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """``num`` different tokens a row from q [B, V], in the order in which they were drawn.
+
+        Returns tokens [B, num] and, for each, the law it was drawn from [B, num, V] (see
+        ``sibling_laws``). All at once by the Gumbel-top-k trick: the num largest of log q + Gumbel
+        noise are num draws without replacement (Kool et al. 1903.06059; Recursive SD 2402.14160).
+        """
+        if num > q.shape[1]:
+            raise ValueError(f"{num} different tokens asked for of a vocabulary of {q.shape[1]}")
+        uniform = self.uniform(q.numel()).view_as(q).clamp(min=1e-300)
+        noise = -torch.log(-torch.log(uniform))
+        # Where q runs out, the tokens that are left come after all others, in random order.
+        key = torch.where(q > 0, q.to(noise.dtype).log() + noise, noise - 1e6)
+        tokens = key.topk(num, dim=-1).indices
+        return tokens, sibling_laws(q, tokens)
+
+
+def sibling_laws(q: Tensor, tokens: Tensor) -> Tensor:
+    """[B, K, V] the law from which each of K tokens [B, K] was drawn without replacement.
+
+    The first sibling's law is q; the next one's is q without the first token, renormalised; and so
+    on. Where q has run out, uniform over what is left. With these laws as the nodes' q, the rule
+    of ``verify.py`` serves siblings drawn without replacement too (Sequoia 2402.12374, Alg. 2).
+    """
+    laws, left, free = [], q, torch.ones_like(q)
+    for token in tokens.unbind(1):
+        mass = left.sum(-1, keepdim=True)
+        laws.append(torch.where(mass > 0, left / mass, free / free.sum(-1, keepdim=True)))
+        left = left.scatter(1, token.unsqueeze(1), 0.0)
+        free = free.scatter(1, token.unsqueeze(1), 0.0)
+    return torch.stack(laws, 1)
+
 
 class Certain(Random):
     """Chance at temperature 0: every coin is certain and every law a point mass."""

@@ -17,6 +17,7 @@ and trees, drawn and chosen candidates need no case of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,6 +52,21 @@ class Verifier(Protocol):
 
 def speculative(tree: TokenTree, law: Law, rng: Random) -> Verdict:
     """Exact: the emitted tokens follow the target's law, whatever the drafter proposed."""
+    return _walk(tree, law, rng, lenience=1.0)
+
+
+def lenient(lenience: float = 0.5) -> Verifier:
+    """Lossy: the same walk with the target's law raised to p / lenience (Leviathan et al., A.5).
+
+    More is accepted, and no token's probability grows beyond p / lenience. 1 is exact.
+    """
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience must be in (0, 1], not {lenience!r}")
+    return partial(_walk, lenience=lenience)
+
+
+def _walk(tree: TokenTree, law: Law, rng: Random, lenience: float) -> Verdict:
+    """The rule of this module's docstring, for B rows at once."""
     batch, num = tree.tokens.shape
     device = tree.tokens.device
     rows, valid = torch.arange(batch, device=device), tree.is_valid
@@ -60,7 +76,7 @@ def speculative(tree: TokenTree, law: Law, rng: Random) -> Verdict:
     accepted = torch.zeros_like(current)
     tried = torch.zeros_like(current)
     path = torch.full((batch, num), ROOT, device=device)
-    residual = law.at(current)  # R: [B, V]
+    residual = law.at(current) / lenience  # R: [B, V]
 
     for i in range(num):  # topological order: parents before children, siblings as drawn
         here = valid[:, i] & (tree.parents[:, i] == current)
@@ -82,7 +98,7 @@ def speculative(tree: TokenTree, law: Law, rng: Random) -> Verdict:
             left = leftover(residual, drawn_from(tree, i, residual))
             residual = torch.where(reject.unsqueeze(-1), left, residual)
         if not lazy or accept.any():
-            residual = torch.where(accept.unsqueeze(-1), law.at(current), residual)
+            residual = torch.where(accept.unsqueeze(-1), law.at(current) / lenience, residual)
 
     return Verdict(path, accepted, rng.draw(residual), tried)
 
@@ -105,4 +121,90 @@ def leftover(residual: Tensor, q: Tensor) -> Tensor:
     return torch.where(mass > 0, left / mass, residual)  # NaN > 0 is False
 
 
-VERIFIERS: dict[str, Verifier] = {"speculative": speculative}
+def block(tree: TokenTree, law: Law, rng: Random) -> Verdict:
+    """Exact, for chains: judges the draft as a whole and never keeps fewer tokens on average.
+
+    Block verification (Sun et al. 2403.10444). With P the target's law, Q the draft's, x the
+    draft and p_0 = 1:
+
+        p_i = min(p_{i-1} P(x_i) / Q(x_i), 1)
+        h_i = S_i / (S_i + 1 - p_i), S_i = sum_x max(p_i P(x) - Q(x), 0) at the next position;
+        h_K = p_K at the chain's end
+        keep the longest prefix i whose coin of probability h_i falls heads (none: i = 0);
+        the next token from norm(max(p_i P - Q, 0)), at the chain's end from P.
+    """
+    batch, num = tree.tokens.shape
+    device = tree.tokens.device
+    rows, valid = torch.arange(batch, device=device), tree.is_valid
+    steps = torch.arange(num, device=device)
+    if not tree.is_chain and (valid & (tree.parents != steps - 1)).any():
+        raise ValueError("block verification judges chains; this tree branches")
+
+    here = law.at(torch.full((batch,), ROOT, device=device))  # P at the node reached: [B, V]
+    weight = here.new_ones(batch)  # p_i
+    accepted = torch.zeros(batch, dtype=torch.long, device=device)
+    residual = here  # where nothing was drafted, the target's own law
+    if num:
+        residual = torch.where(valid[:, :1], leftover(here, drawn_from(tree, 0, here)), here)
+    for i in range(num):
+        x = tree.tokens[:, i].clamp(min=0)
+        ratio = here[rows, x] / drawn_from(tree, i, here)[rows, x]
+        weight = torch.where(valid[:, i], (weight * ratio).clamp(max=1), weight)
+        here = law.at(torch.where(valid[:, i], i, i - 1).clamp(max=num - 1))
+        last = valid[:, i] & (~valid[:, i + 1] if i + 1 < num else True)
+        owed, h = here, weight
+        if i + 1 < num:
+            owed = weight.unsqueeze(1) * here - drawn_from(tree, i + 1, here)
+            mass = owed.clamp(min=0).sum(-1)
+            rest = mass + 1 - weight  # 0 only where P == Q ahead: then a later coin is certain
+            h = torch.where(last, weight, torch.where(rest > 0, mass / rest, 1.0))
+            owed = leftover(weight.unsqueeze(1) * here, drawn_from(tree, i + 1, here))
+            owed = torch.where(last.unsqueeze(1), here, owed)
+        heads = rng.coin(torch.where(valid[:, i], h, torch.zeros_like(h)))
+        accepted = torch.where(heads, i + 1, accepted)
+        residual = torch.where(heads.unsqueeze(1), owed, residual)
+    path = torch.where(steps < accepted.unsqueeze(1), steps, ROOT)
+    tried = torch.minimum(accepted + 1, valid.sum(1))
+    return Verdict(path, accepted, rng.draw(residual), tried)
+
+
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> Verifier:
+    """Lossy: keeps whatever the target finds typical (Medusa 2401.10774, section 2.3.1).
+
+    A candidate x is kept where p(x) > min(epsilon, delta exp(-H(p))), H the entropy of the
+    target's law p in nats: nothing is drawn, so the text is not a sample of the target's law.
+    The token after the path is the target's likeliest.
+    """
+    if not (0 < epsilon <= 1 and 0 < delta <= 1):
+        raise ValueError("epsilon and delta must be in (0, 1]")
+    return partial(_typical, epsilon=epsilon, delta=delta)
+
+
+def _typical(tree: TokenTree, law: Law, rng: Random, epsilon: float, delta: float) -> Verdict:
+    batch, num = tree.tokens.shape
+    rows, valid = torch.arange(batch, device=tree.tokens.device), tree.is_valid
+    current = torch.full((batch,), ROOT, device=tree.tokens.device)
+    accepted, tried = torch.zeros_like(current), torch.zeros_like(current)
+    path = torch.full((batch, num), ROOT, device=tree.tokens.device)
+    p = law.at(current)
+    for i in range(num):
+        here = valid[:, i] & (tree.parents[:, i] == current)
+        entropy = torch.special.entr(p).sum(-1)
+        threshold = (delta * torch.exp(-entropy)).clamp(max=epsilon)
+        accept = here & (p[rows, tree.tokens[:, i].clamp(min=0)] > threshold)
+        step = accepted.clamp(max=num - 1)
+        path[rows, step] = torch.where(accept, i, path[rows, step])
+        tried = torch.where(here & (tried == accepted), tried + 1, tried)
+        accepted = accepted + accept
+        current = torch.where(accept, i, current)
+        p = torch.where(accept.unsqueeze(-1), law.at(current), p)
+    return Verdict(path, accepted, p.argmax(-1), tried)
+
+
+EXACT = ("speculative", "block")
+VERIFIERS: dict[str, Verifier] = {
+    "speculative": speculative,
+    "block": block,
+    "typical (lossy)": typical(),
+    "lenient (lossy)": lenient(),
+}

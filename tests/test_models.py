@@ -46,7 +46,10 @@ def test_a_model_in_hand_is_taken_as_it_is():
 
 def test_chat_messages_go_through_the_template(tmp_path):
     tokenizer = words(VOCAB)
-    tokenizer.chat_template = "{% for m in messages %}w2 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}w2 {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}w3{% endif %}"
+    )
     target = ms.load_target(tiny_transformer("llama", torch.float32, 0), tokenizer=tokenizer)
     chat = [{"role": "user", "content": "w9"}]
     assert target.encode(chat) == [2, 9, 3]

@@ -11,12 +11,13 @@ from minispec.trace import Round, Trace, pooled
 
 
 def trace() -> Trace:
-    #                 drafted   tried   accepted  emitted     two rows; row 1 stops after round 2
-    rounds = [
-        Round(torch.tensor([4, 4]), torch.tensor([3, 1]), torch.tensor([2, 0]), torch.tensor([3, 1])),
-        Round(torch.tensor([4, 2]), torch.tensor([4, 1]), torch.tensor([4, 1]), torch.tensor([5, 1])),
-        Round(torch.tensor([4, 0]), torch.tensor([1, 0]), torch.tensor([0, 0]), torch.tensor([1, 0])),
-    ]  # fmt: skip
+    # drafted, tried, accepted, emitted of two rows; row 1 stops after the second round
+    table = [
+        ([4, 4], [3, 1], [2, 0], [3, 1]),
+        ([4, 2], [4, 1], [4, 1], [5, 1]),
+        ([4, 0], [1, 0], [0, 0], [1, 0]),
+    ]
+    rounds = [Round(*map(torch.tensor, line)) for line in table]
     return Trace(rounds, prefill_emitted=torch.tensor([1, 1]))
 
 
