@@ -72,7 +72,7 @@ class Runs:
     @property
     def seconds(self) -> float:
         """Of the rounds alone: prefill, and what an oracle does beforehand, are left out."""
-        return sum(r.total_s for o in self.outs for r in o.trace.rounds)
+        return sum(o.trace.rounds_s for o in self.outs)
 
     @property
     def tokens_per_second(self) -> float:
@@ -155,9 +155,9 @@ def table(
     where = f"{_dtype(target)}, {target.device}, greedy, {len(plain.outs)} prompts"
     out = Table(title=f"{type(target.model).__name__} ({where})", title_justify="left")
     compared = {_dtype(target): runs} | ({"float32": checks} if checks else {})
-    names = [f"identical to plain, {name}" for name in compared]
-    for column in ("method", "tokens/s", "speed-up", "τ", "α", "target passes", *names):
-        out.add_column(column, justify="left" if column == "method" else "right")
+    names = [f"identical\n{name}" for name in compared]
+    for column in ("method", "tokens/s", "speed-up", "τ", "α", "target\npasses", *names):
+        out.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for name, run in runs.items():
         trace = pooled(o.trace for o in run.outs)
         out.add_row(
@@ -181,7 +181,10 @@ def _identical(run: Runs, plain: Runs) -> str:
 
 def notes(runs: dict[str, Runs], dtype: torch.dtype) -> str:
     """What a reader of the table must know."""
-    lines = ["Times are of the rounds alone, without the prompt's pass."]
+    lines = [
+        "Times are of the rounds alone, without the prompt's pass. Identical: is the text that of "
+        "plain decoding, token for token?"
+    ]
     if "oracle" in runs:
         lines.append(
             "The oracle is no method: it has asked the target beforehand and spoils a fifth of "
@@ -193,8 +196,7 @@ def notes(runs: dict[str, Runs], dtype: torch.dtype) -> str:
     ):
         lines.append(
             "In 16 bits a pass over several tokens rounds differently from a pass over one; where "
-            "two tokens nearly tie, the other may win, and the text goes another way (the oracle "
-            "then knows the wrong answer)."
+            "two tokens nearly tie, the other may win, and the text goes another way."
         )
     return "\n".join(lines)
 

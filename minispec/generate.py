@@ -273,9 +273,10 @@ class _Run:
             self.drafter.observe(rows, Kept(verdict.path, emitted, out.hidden, out.taps))
         ended = time.perf_counter()
         record = self.trace.rounds[-1]
-        record.total_s = ended - began
+        off_clock = self.drafter.off_clock if self.drafter is not None else 0.0
+        record.total_s = ended - began - off_clock
         if rows.tokens.device.type == "cpu":  # elsewhere a launch returns before the work is done
-            record.draft_s, record.target_s = drafted - began, passed - drafted
+            record.draft_s, record.target_s = drafted - began - off_clock, passed - drafted
         return result
 
     def propose(self) -> TokenTree:

@@ -344,7 +344,10 @@ def _device(device: str | torch.device) -> torch.device:
 def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, str):
         if dtype == "auto":
-            native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            mkldnn = torch.backends.mkldnn.is_available()
+            native = device.type != "cpu" or (
+                mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            )
             return torch.bfloat16 if native else torch.float32
         short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
         dtype = getattr(torch, short.get(dtype, dtype), dtype)

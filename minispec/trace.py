@@ -83,13 +83,18 @@ class Trace:
         return first + int(self._stack("emitted").sum())
 
     @property
+    def rounds_s(self) -> float:
+        """Seconds of the rounds alone: decoding, without the prompt and the preparation."""
+        return sum(r.total_s for r in self.rounds)
+
+    @property
     def seconds(self) -> float:
         """Wall time of it all: prefill, the drafter's preparation, the rounds."""
-        return self.prefill_s + self.start_s + sum(r.total_s for r in self.rounds)
+        return self.prefill_s + self.start_s + self.rounds_s
 
     def share(self) -> dict[str, float]:
         """Where the time of the rounds went: draft, target and rest, as fractions of 1."""
-        total = sum(r.total_s for r in self.rounds) or float("nan")
+        total = self.rounds_s or float("nan")
         draft = sum(r.draft_s for r in self.rounds) / total
         target = sum(r.target_s for r in self.rounds) / total
         return {"draft": draft, "target": target, "rest": 1 - draft - target}

@@ -71,6 +71,7 @@ class Drafter:
     max_nodes: int = 0  # the most nodes that a proposal may have: the cache makes room for them
     taps: tuple[int, ...] = ()  # target layers whose inputs the drafter wants to see
     wants_features: bool = False  # whether start() wants the target's features over the prompt
+    off_clock: float = 0.0  # seconds of the last propose() that are no part of the method's cost
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         """Called once, after the prefill has emitted each row's first token.

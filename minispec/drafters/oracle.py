@@ -5,6 +5,7 @@ For tests and for studies of cost. It is no way to save time: it has asked the t
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,11 @@ class Oracle(DraftModel):
     """Proposes the target's own continuation, each token spoiled with probability 1 - alpha.
 
     At temperature 0 the continuation is worked out in ``start`` by plain decoding, so that
-    ``propose`` costs next to nothing (c = 0). Above it the oracle drafts with the target itself
-    from q = alpha p + (1 - alpha) (a point mass on the token least likely under p), for which
-    the acceptance probability sum_x min(p, q) is alpha, up to that least likely token's p.
+    ``propose`` costs next to nothing (c = 0). In 16 bits the verifying pass rounds differently and
+    may settle a near-tie the other way; the oracle then asks again, off the clock. Above
+    temperature 0 it drafts with the target itself from q = alpha p + (1 - alpha) (a point mass on
+    the token least likely under p), for which the acceptance probability sum_x min(p, q) is
+    alpha, up to that least likely token's p.
     """
 
     def __init__(self, alpha: float = 0.8, num_tokens: int = 4, seed: int = 0) -> None:
@@ -63,6 +66,13 @@ class Oracle(DraftModel):
     def propose(self, rows: Rows) -> TokenTree:
         if not rows.sampling.greedy:
             return super().propose(rows)
+        began = time.perf_counter()
+        place = torch.arange(rows.tokens.shape[1], device=rows.tokens.device)
+        told = self.answer[:, : rows.tokens.shape[1]]
+        if bool(((told != rows.tokens) & (place < rows.lengths.unsqueeze(1))).any()):
+            self.cache.set_lengths(torch.zeros_like(rows.host))
+            self.answer = self._continuation(rows)
+        self.off_clock = time.perf_counter() - began
         step = torch.arange(self.num_tokens, device=rows.tokens.device)
         place = (rows.lengths.unsqueeze(1) + step).clamp(max=self.answer.shape[1] - 1)
         tokens = self.answer.gather(1, place)
