@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 from .drafters.base import Drafter
 from .generate import _Run
 from .models import LanguageModel
-from .sampling import Random, Sampling, sibling_laws
+from .sampling import Law, Random, Sampling, sibling_laws
+from .tree import TokenTree
+from .verify import VERIFIERS
 
 # Enumeration: chance replaced by all of its outcomes.
 
@@ -139,6 +142,168 @@ def enumerate_outcomes(
             waves.append((torch.cat(pad), instance[torch.cat([rows for rows, _ in chance.new])]))
     columns = [torch.cat(column) for column in zip(*results, strict=True)]
     return torch.cat(weights), torch.cat(owners), columns
+
+
+# The rule alone, on tables.
+
+SHAPES = {  # name: parents of a tree of at most three levels
+    "chain of 1": (-1,),
+    "chain of 2": (-1, 0),
+    "chain of 3": (-1, 0, 1),
+    "2 siblings": (-1, -1),
+    "3 siblings": (-1, -1, -1),
+    "siblings, one with children": (-1, -1, 0, 0),
+    "chain beside a node": (-1, 0, 1, -1),
+    "three levels": (-1, 0, 0, 1),
+}
+DRAFTS = ("drawn", "drawn without replacement", "chosen", "chosen with repeats")
+SETTINGS = (
+    Sampling(1.0),
+    Sampling(0.6),
+    Sampling(1.0, top_k=2),
+    Sampling(0.8, top_p=0.7),
+    Sampling(0.0),
+)
+SUPPORTS = ("full", "disjoint", "equal laws")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Problems of one kind, enumerated together; their tables are random and differ."""
+
+    shape: str
+    draft: str
+    vocab_size: int
+    sampling: Sampling
+    support: str
+    verifier: str = "speculative"
+    instances: int = 2
+    seed: int = 0
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        return SHAPES[self.shape]
+
+    @property
+    def depth(self) -> int:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Logits of target and draft after every prefix: [instances, prefixes, V] each.
+
+        The prefix of a node is a number: 0 for the root, prefix(parent) V + token + 1 below it.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        prefixes = sum(self.vocab_size**level for level in range(self.depth + 1))
+        size = (self.instances, prefixes, self.vocab_size)
+        target = 1.5 * torch.randn(size, generator=generator, dtype=torch.float64)
+        draft = 1.5 * torch.randn(size, generator=generator, dtype=torch.float64)
+        if self.support == "disjoint":  # the draft can only say what the target cannot
+            half = self.vocab_size // 2
+            target[..., :half], draft[..., half:] = -torch.inf, -torch.inf
+        return target, (target.clone() if self.support == "equal laws" else draft)
+
+
+def families(instances: int = 2, seed: int = 0) -> list[Family]:
+    """Every shape with every way of drafting, setting and support; block verification on chains."""
+    chains = [shape for shape in SHAPES if shape.startswith("chain of")]
+    kinds = [("speculative", *k) for k in product(SHAPES, DRAFTS, SETTINGS, SUPPORTS)]
+    kinds += [("block", *k) for k in product(chains, DRAFTS, SETTINGS, SUPPORTS)]
+    found = []
+    for n, (verifier, shape, draft, setting, support) in enumerate(kinds):
+        vocab = 2 + n % (4 if len(SHAPES[shape]) < 4 else 2)  # up to 5; large trees up to 3
+        found.append(Family(shape, draft, vocab, setting, support, verifier, instances, seed + n))
+    return found
+
+
+@dataclass(frozen=True)
+class Enumerated:
+    """What an enumeration of one family found.
+
+    distance: the worst total variation, over the instances, between the emitted law (padded to
+    depth + 1 tokens by the target's own) and the target's; tokens [instances] expected a round;
+    outcomes: leaves walked.
+    """
+
+    distance: float
+    tokens: Tensor
+    outcomes: int
+
+
+def enumerate_family(family: Family) -> Enumerated:
+    """Drives the production verifier through every draft and every coin of a family."""
+    target, draft = family.tables()
+    vocab, parents, verify = family.vocab_size, family.parents, VERIFIERS[family.verifier]
+    sampling = family.sampling
+    q_law = sampling.probs(draft)
+
+    def run(chance: Branching, instance: Tensor) -> Sequence[Tensor]:
+        tokens, prefix, q = _draft(family, chance, instance, q_law)
+        drawn = q if family.draft.startswith("drawn") else None
+        fixed = torch.tensor(parents).expand(len(instance), -1)
+        tree = TokenTree(tokens, fixed, drawn, is_chain=family.is_chain)  # type: ignore[arg-type]
+        verdict = verify(tree, Law(target[instance[:, None], prefix], sampling), chance)
+        kept = tokens.gather(1, verdict.path.clamp(min=0)).masked_fill(verdict.path < 0, -1)
+        text = torch.cat([kept, kept.new_full((len(kept), 1), -1)], 1)
+        text.scatter_(1, verdict.accepted.unsqueeze(1), verdict.next_token.unsqueeze(1))
+        return [text[:, : family.depth + 1], verdict.accepted]
+
+    weights, owner, (texts, accepted) = enumerate_outcomes(run, family.instances)
+    law = sampling.probs(target)  # [I, prefixes, V]
+    padded = torch.zeros(family.instances, 1, dtype=torch.float64)  # over texts of each length
+    wanted = torch.ones(family.instances, 1, dtype=torch.float64)
+    first, lengths = 0, (texts >= 0).sum(1)
+    number = torch.zeros(len(texts), dtype=torch.long)
+    for length in range(1, family.depth + 2):
+        after = law[:, first : first + vocab ** (length - 1)]  # [I, V^(length-1), V]
+        padded = (padded.unsqueeze(2) * after).flatten(1)
+        wanted = (wanted.unsqueeze(2) * after).flatten(1)
+        number = number * vocab + texts[:, length - 1].clamp(min=0)
+        here = lengths == length
+        padded.index_put_((owner[here], number[here]), weights[here], accumulate=True)
+        first += vocab ** (length - 1)
+    tokens = torch.zeros(family.instances, dtype=torch.float64)
+    tokens.index_put_((owner,), weights * (accepted + 1), accumulate=True)
+    distance = float((padded - wanted).abs().sum(1).max()) / 2
+    return Enumerated(distance, tokens, len(weights))
+
+
+def _draft(
+    family: Family, chance: Branching, instance: Tensor, q_law: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [R, N], prefix numbers [R, N+1] (root first), laws drawn from [R, N, V]."""
+    parents, vocab = family.parents, family.vocab_size
+    rows = torch.arange(len(instance))
+    prefix = torch.zeros(len(instance), len(parents) + 1, dtype=torch.long)
+    tokens = torch.zeros(len(instance), len(parents), dtype=torch.long)
+    laws = torch.zeros(len(instance), len(parents), vocab, dtype=torch.float64)
+    for parent in dict.fromkeys(parents):  # in order: a parent's own token is known by then
+        children = [i for i, p in enumerate(parents) if p == parent]
+        q = q_law[instance, prefix[rows, parent + 1]]  # [R, V]
+        if family.draft == "drawn":
+            drawn = torch.stack([chance.draw(q) for _ in children], 1)
+            q_each = q.unsqueeze(1).expand(-1, len(children), -1)
+        elif family.draft == "drawn without replacement":
+            some = children[:vocab]
+            drawn, q_each = chance.draw_siblings(q, len(some))
+            again = [i % len(some) for i in range(len(children))]  # more children than tokens
+            drawn, q_each = drawn[:, again], q_each[:, again]
+        else:  # chosen by rank, or the likeliest over and over
+            ranked = q.argsort(1, descending=True)
+            repeats = family.draft == "chosen with repeats"
+            drawn = ranked[:, [0 if repeats else i % vocab for i in range(len(children))]]
+            q_each = q.unsqueeze(1).expand(-1, len(children), -1)
+        tokens[:, children], laws[:, children] = drawn, q_each
+        for i in children:
+            prefix[:, i + 1] = prefix[rows, parent + 1] * vocab + tokens[:, i] + 1
+    return tokens, prefix, laws
 
 
 # A toy language model whose law depends on every token it sees.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .trace import Round, Trace
 from .tree import ROOT, TokenTree
 from .verify import VERIFIERS, Verdict, Verifier
 
+FINISH = ("running", "eos", "length", "context", "stop")
 PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the size of masks and scores
 
 REFUSED = {
@@ -59,6 +60,7 @@ class Generation:
     accepted: list[Tensor]
     trace: Trace
     tokenizer: Any = None
+    prompts: list[list[int]] = field(default_factory=list)  # as token ids
 
     def pieces(self) -> list[list[Piece]]:
         """Each row's tokens as coloured pieces of text."""
@@ -111,8 +113,11 @@ def generate(
     run = _Run(
         target, prompts, drafter, max_new_tokens, sampling, seed, verifier, eos, stop, **unsupported
     )
-    for piece in run.pieces():
-        if stream is not None:
+    if stream is None:
+        for _ in run.rounds():
+            pass
+    else:
+        for piece in run.pieces():
             stream(piece)
     return run.result()
 
@@ -173,8 +178,8 @@ class _Run:
             seed if isinstance(seed, Random) else Random(seed, device),
         )
         self.rng = Certain() if self.rows.sampling.greedy else self.rows.rng
-        self.finish: list[str | None] = [None] * len(ids)
-        self.origin: list[list[bool]] = [[] for _ in ids]  # True: drafted and accepted
+        self.finish = torch.zeros(len(ids), dtype=torch.long)  # [B] index into FINISH
+        self.history: list[tuple[Tensor, Tensor]] = []  # per pass [B]: drafts kept, tokens emitted
         self.trace = Trace()
         self.checked = False
 
@@ -194,7 +199,7 @@ class _Run:
 
     def pieces(self) -> Iterator[Piece]:
         """Runs to the end, giving out each token as soon as it is committed."""
-        texts = [Detokenizer(self.target.tokenizer) for _ in self.finish]
+        texts = [Detokenizer(self.target.tokenizer) for _ in range(self.rows.batch)]
         for emitted, accepted, count in self.rounds():
             for row in count.nonzero().flatten().tolist():
                 num, drafted = int(count[row]), int(accepted[row])
@@ -204,7 +209,7 @@ class _Run:
     def rounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Per pass, on the CPU: tokens [B, N+1], how many of them were drafted, how many count."""
         yield self._guarded(self.prefill)
-        while not all(self.finish):
+        while not self.finish.all():
             yield self._guarded(self.round)
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
@@ -237,7 +242,7 @@ class _Run:
         result = self.commit(tree, self.verify(tree, law, self.rng), law)
         self.cache.set_lengths(self.rows.host - 1)
         self.trace.prefill_s = time.perf_counter() - began
-        if self.drafter is not None and not all(self.finish):
+        if self.drafter is not None and not self.finish.all():
             prompt = None
             if wants:
                 hidden = torch.cat([o.hidden for o in seen], 1)
@@ -295,7 +300,7 @@ class _Run:
             tree.check(self.target.vocab_size)
             self.checked = True
         # A round emits depth + 1 tokens; what would not fit is not worth reading.
-        room = (self.limit_host - rows.host)[[f is None for f in self.finish]]
+        room = (self.limit_host - rows.host)[self.finish == 0]
         if int(room.min()) <= tree.num_nodes:
             tree = tree.cut(rows.limit - rows.lengths - 1)
         return tree
@@ -336,29 +341,23 @@ class _Run:
         count = self._stop_strings(tokens, count) if self.stop else count
         whole = count > accepted  # nothing that the walk accepted was cut off
         kept = torch.minimum(accepted, count)
-        for row in live.nonzero().flatten().tolist():
-            drafts_kept, num = int(kept[row]), int(count[row])
-            self.origin[row] += [i < drafts_kept for i in range(num)]
+        self.history.append((kept, count))
         rows.host = rows.host + count
-        self._finish(live, count, eos.bool())
+        self._finish(live, eos.bool())
         rows.lengths = rows.host.to(rows.lengths.device, non_blocking=True)
-        stopped = torch.tensor([f is not None for f in self.finish])
-        rows.stopped = stopped.to(rows.lengths.device, non_blocking=True)
+        rows.stopped = (self.finish > 0).to(rows.lengths.device, non_blocking=True)
         tried = torch.where(whole, tried, kept).masked_fill(~live, 0)
         self.trace.rounds.append(Round(drafted.masked_fill(~live, 0), tried, kept, count))
         return tokens, kept, count
 
-    def _finish(self, live: Tensor, count: Tensor, eos: Tensor) -> None:
+    def _finish(self, live: Tensor, eos: Tensor) -> None:
         """Notes why rows end. An end-of-text token wins over the budget that it used up."""
         full = self.rows.host >= self.limit_host
-        for row in (live & (eos | full)).nonzero().flatten().tolist():
-            if self.finish[row] is not None:
-                continue
-            if eos[row]:
-                self.finish[row] = "eos"
-            else:
-                asked = self.prompt_lengths[row] + self.max_new_tokens
-                self.finish[row] = "length" if self.limit_host[row] == asked else "context"
+        asked = self.limit_host == self.prompt_lengths + self.max_new_tokens
+        why = torch.where(asked, FINISH.index("length"), FINISH.index("context"))
+        why = torch.where(eos, FINISH.index("eos"), why)
+        now = live & (self.finish == 0) & (eos | full)
+        self.finish = torch.where(now, why, self.finish)
 
     def _stop_strings(self, tokens: Tensor, count: Tensor) -> Tensor:
         """Cuts each row after the token that completes a stop string."""
@@ -370,26 +369,32 @@ class _Run:
                 text = self.target.decode(before + tokens[row, : i + 1].tolist())
                 if any(s in text for s in self.stop):
                     count[row] = i + 1
-                    self.finish[row] = "stop"
+                    self.finish[row] = FINISH.index("stop")
                     break
         return count
 
     def result(self) -> Generation:
         """The rows as the user gets them."""
-        tokens = self.rows.tokens.cpu()
-        new = [
-            tokens[row, begin:end].clone()
-            for row, (begin, end) in enumerate(
-                zip(self.prompt_lengths.tolist(), self.rows.host.tolist(), strict=True)
-            )
+        spans = zip(self.prompt_lengths.tolist(), self.rows.host.tolist(), strict=True)
+        tokens = [
+            row[a:b].clone() for row, (a, b) in zip(self.rows.tokens.cpu(), spans, strict=True)
         ]
+        # Each pass emitted first what was drafted, then the target's own token.
+        kept, count = (torch.stack(column, 1) for column in zip(*self.history, strict=True))
+        place = torch.arange(int(count.max()))  # within a pass
+        accepted = place < kept.unsqueeze(2)  # [B, passes, width]
+        emitted = place < count.unsqueeze(2)
         return Generation(
-            [self.target.decode(t) for t in new],
-            new,
-            [f or "length" for f in self.finish],
-            [torch.tensor(o, dtype=torch.bool) for o in self.origin],
+            [self.target.decode(t) for t in tokens],
+            tokens,
+            [FINISH[f] for f in self.finish.tolist()],
+            [a[e] for a, e in zip(accepted, emitted, strict=True)],
             self.trace,
             self.target.tokenizer,
+            [
+                row[:n].tolist()
+                for row, n in zip(self.rows.tokens.cpu(), self.prompt_lengths, strict=True)
+            ],
         )
 
 
