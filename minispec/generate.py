@@ -177,7 +177,7 @@ class _Run:
             sampling or Sampling(),
             seed if isinstance(seed, Random) else Random(seed, device),
         )
-        self.rng = Certain() if self.rows.sampling.greedy else self.rows.rng
+        self.rng = Certain(device) if self.rows.sampling.greedy else self.rows.rng
         self.finish = torch.zeros(len(ids), dtype=torch.long)  # [B] index into FINISH
         self.history: list[tuple[Tensor, Tensor]] = []  # per pass [B]: drafts kept, tokens emitted
         self.trace = Trace()
@@ -306,7 +306,7 @@ class _Run:
         return tree
 
     def commit(self, tree: TokenTree, verdict: Verdict, law: Law) -> tuple[Tensor, Tensor, Tensor]:
-        """Appends what the walk emits, and decides what ends here. The one place that cuts.
+        """Appends what the walk emits, up to an end-of-text token, and decides what ends here.
 
         The one wait for the device in a round is here: everything the host wants to know comes in
         one transfer.
@@ -318,8 +318,9 @@ class _Run:
         column = torch.arange(emitted.shape[1], device=emitted.device)
         ends = torch.isin(emitted, self.eos)
         past = torch.where(ends, column, emitted.shape[1]).amin(1)  # place of the first eos
-        room = torch.minimum(verdict.accepted + 1, rows.limit - rows.lengths)
-        count = torch.minimum(room, past + 1).masked_fill(rows.stopped, 0)
+        # The budget needs no cut here: propose() leaves no node that could overrun it.
+        count = torch.minimum(verdict.accepted, past) + 1
+        count = count.masked_fill(rows.stopped, 0)
         # What lies beyond the count is overwritten by the next round.
         rows.tokens.scatter_(1, rows.lengths.unsqueeze(1) + column, emitted)
         facts = [emitted, count, verdict.accepted, verdict.tried, past < count, law.faulty]

@@ -171,13 +171,15 @@ def sibling_laws(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Certain(Random):
-    """Chance at temperature 0: every coin is certain and every law a point mass."""
+    """Chance at temperature 0: only what is certain happens, and every law is a point mass."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
 
-    def coin(self, prob: Tensor) -> Tensor:
-        return prob >= 1
+    def uniform(self, num: int) -> Tensor:
+        """The largest number below 1, so that only a coin of probability 1 falls heads."""
+        below = 1 - torch.finfo(wide(self.device)).eps
+        return torch.full((num,), below, dtype=wide(self.device), device=self.device)
 
     def draw(self, probs: Tensor) -> Tensor:
         return probs.argmax(-1)

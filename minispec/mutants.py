@@ -1,0 +1,638 @@
+"""Deliberate faults, and the checks that must catch them.
+
+A check that has never failed is a hope. Each ``Mutant`` here is a small edit of the package's own
+source, of a kind that real implementations have shipped; while it is applied, the checks run, and
+at least one must object. ``report`` runs every check on the healthy code (all must pass) and under
+every mutant (one must fail), and lists the lossy verifiers beside them: they fail by design.
+
+The registry is open: ``MUTANTS.append(Mutant(...))``.
+"""
+
+from __future__ import annotations
+import __future__
+
+import difflib
+import importlib
+import inspect
+import math
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+
+from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
+from .drafters.base import Drafter, Rows
+from .exactness import (
+    FALSE_FAILURE,
+    Enumerated,
+    TableLM,
+    emitted_law,
+    enumerate_family,
+    families,
+    g_test,
+    padded_law,
+    total_variation,
+)
+from .generate import _Run, generate
+from .models import LanguageModel
+from .sampling import Sampling
+from .tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: a function of the package, and what to write in place of what.
+
+    where is "module:function" or "module:Class.method"; edits are pairs (old, new), each old
+    standing exactly once in the function's source.
+    """
+
+    name: str
+    where: str
+    edits: tuple[tuple[str, str], ...]
+    story: str
+
+    def function(self) -> FunctionType:
+        module, path = self.where.split(":")
+        found = importlib.import_module(f"minispec.{module}")
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert isinstance(found, FunctionType)
+        return found
+
+    def sources(self) -> tuple[str, str]:
+        """The function's source, healthy and broken."""
+        old = textwrap.dedent(inspect.getsource(self.function()))
+        new = old
+        for before, after in self.edits:
+            if new.count(before) != 1:
+                raise ValueError(
+                    f"mutant {self.name!r}: {before!r} stands {new.count(before)} times"
+                )
+            new = new.replace(before, after)
+        return old, new
+
+    def diff(self) -> str:
+        """The lines that the fault takes away and puts in."""
+        old, new = (text.splitlines() for text in self.sources())
+        lines = difflib.unified_diff(old, new, lineterm="", n=0)
+        return "\n".join(line for line in lines if line[:2] not in ("--", "++", "@@"))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Breaks the function, wherever it is referred to, until the block is left."""
+        function = self.function()
+        _, source = self.sources()
+        flags = __future__.annotations.compiler_flag
+        scope: dict[str, FunctionType] = {}
+        exec(compile(source, f"<mutant: {self.name}>", "exec", flags), function.__globals__, scope)
+        healthy = function.__code__
+        function.__code__ = scope[function.__name__].__code__
+        try:
+            yield
+        finally:
+            function.__code__ = healthy
+
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        "residual not subtracted",
+        "verify:leftover",
+        (("(residual - q).clamp(min=0)", "residual.clone()"),),
+        "After a rejection the next token comes from p itself: likely drafts get a second chance.",
+    ),
+    Mutant(
+        "residual not renormalised",
+        "verify:leftover",
+        (("left / mass", "left"),),
+        "Harmless on chains; the second sibling is then accepted too seldom.",
+    ),
+    Mutant(
+        "residual at the wrong position",
+        "verify:_walk",
+        (
+            (
+                "torch.where(accept.unsqueeze(-1), law.at(current) / lenience, residual)",
+                "torch.where(accept.unsqueeze(-1), law.at(current * 0 - 1) / lenience, residual)",
+            ),
+        ),
+        "Every position is judged by the root's law. Invisible where all laws are the same.",
+    ),
+    Mutant(
+        "bonus drawn from q",
+        "verify:_walk",
+        (
+            (
+                "rng.draw(residual)",
+                "rng.draw(torch.where((accepted == num)[:, None], "
+                "drawn_from(tree, num - 1, residual), residual) if num else residual)",
+            ),
+        ),
+        "After a fully accepted chain the draft's law speaks in the place of the target's.",
+    ),
+    Mutant(
+        "bonus left out",
+        "generate:_Run.commit",
+        (
+            (
+                "torch.minimum(verdict.accepted, past) + 1",
+                "torch.minimum(verdict.accepted, past + 1).clamp(min=1)",
+            ),
+        ),
+        "A round ends with its drafts: after a rejection the correction that was owed is lost.",
+    ),
+    Mutant(
+        "accepted with p",
+        "verify:_walk",
+        (("here, r_x / q_x,", "here, r_x,"),),
+        "The division by q is forgotten: drafts are rejected too often, and the residual overpays.",
+    ),
+    Mutant(
+        "one uniform reused",
+        "verify:_walk",
+        (
+            ("    for i in range(num):", "    u = rng.uniform(batch)\n    for i in range(num):"),
+            (
+                "rng.coin(torch.where(here, r_x / q_x, torch.zeros_like(r_x)))",
+                "u < torch.where(here, r_x / q_x, torch.zeros_like(r_x))",
+            ),
+        ),
+        "One coin for the whole chain: the first token's law stays right, the joint law does not.",
+    ),
+    Mutant(
+        "q one position off",
+        "verify:_walk",
+        (("tree.q[rows, i, x]", "tree.q[rows, max(i - 1, 0), x]"),),
+        "Each token is scored by the law of the position before it.",
+    ),
+    Mutant(
+        "argmax scored as drawn",
+        "verify:_walk",
+        (("torch.ones_like(r_x) if tree.q is None", "r_x if tree.q is None"),),
+        "A chosen token is treated as if it had been drawn from p: it is always accepted.",
+    ),
+    Mutant(
+        "resampled after a mismatch",
+        "verify:drawn_from",
+        ((".scatter_(1, tree.tokens[:, i, None].clamp(min=0), 1.0)", ""),),
+        "A chosen token that was refused can still be drawn.",
+    ),
+    Mutant(
+        "siblings scored by the first law",
+        "sampling:sibling_laws",
+        (("left / mass,", "q,"),),
+        "Drawn without replacement, but scored as if the earlier siblings could come again.",
+    ),
+    Mutant(
+        "block: residual of the token rule",
+        "verify:block",
+        (
+            (
+                "owed = leftover(weight.unsqueeze(1) * here, drawn_from(tree, i + 1, here))",
+                "owed = leftover(here, drawn_from(tree, i + 1, here))",
+            ),
+        ),
+        "Block verification needs p_i P - Q, not P - Q.",
+    ),
+    Mutant(
+        "unlikely draws dropped",
+        "drafters.draft_model:DraftModel.draft_chain",
+        (
+            (
+                "valids.append(valid)",
+                "valid = valid & (q.gather(1, token.unsqueeze(1)) > 0.3); valids.append(valid)",
+            ),
+        ),
+        "A token is drawn, looked at, and dropped: what is kept no longer follows q.",
+    ),
+    Mutant(
+        "temperature on the draft alone",
+        "sampling:Law.at",
+        (("self.sampling.probs(", "type(self.sampling)(1.0, top_p=self.sampling.top_p).probs("),),
+        "The target speaks at temperature 1 whatever was asked.",
+    ),
+    Mutant(
+        "nucleus on the draft alone",
+        "sampling:Law.at",
+        (("self.sampling.probs(", "type(self.sampling)(self.sampling.temperature).probs("),),
+        "Tokens outside the nucleus are emitted.",
+    ),
+    Mutant(
+        "draft drawn hotter than it says",
+        "drafters.draft_model:DraftModel.draft_chain",
+        (("rows.rng.draw(q)", "rows.rng.draw(q.sqrt())"),),
+        "Sampled from one tensor, scored by another.",
+    ),
+    Mutant(
+        "rejected keys left in the cache",
+        "generate:_Run.round",
+        (
+            ("self.cache.lengths_host + count)", "self.cache.lengths_host + tokens.shape[1])"),
+            (
+                "self.cache.keep(verdict.path, count)",
+                "self.cache.keep(verdict.path, count * 0 + tokens.shape[1])",
+            ),
+        ),
+        "Nothing is forgotten after a rejection.",
+    ),
+    Mutant(
+        "accepted path not moved",
+        "cache:KVCache.keep",
+        (("longest > 0", "longest > 99"),),
+        "A tree's accepted nodes stay where they were and others' keys take their place.",
+    ),
+    Mutant(
+        "rows share the longest row's slots",
+        "cache:KVCache.begin",
+        (("self.lengths.unsqueeze(1) + torch", "self.lengths.max() + torch"),),
+        "In a ragged batch short rows write where nobody looks.",
+    ),
+    Mutant(
+        "siblings see each other",
+        "tree:TokenTree.ancestors",
+        (("self.is_chain or num < 2", "True"),),
+        "A causal mask in the place of the tree's.",
+    ),
+    Mutant(
+        "positions by slot",
+        "tree:TokenTree.with_root",
+        (
+            (
+                "visible.sum(-1) - 1, visible",
+                "torch.arange(num + 1, device=visible.device).expand(batch, -1), visible",
+            ),
+        ),
+        "A node's position is its place in the buffer and not its depth.",
+    ),
+    Mutant(
+        "window forgotten",
+        "cache:KVCache.mask",
+        (("window is not None", "False"),),
+        "Sliding-window models look back further than they were made to.",
+    ),
+    Mutant(
+        "end inside a run ignored",
+        "generate:_Run.commit",
+        (
+            (
+                "torch.isin(emitted, self.eos)",
+                "torch.isin(emitted, self.eos) & (column == verdict.accepted.unsqueeze(1))",
+            ),
+        ),
+        "An end-of-text token counts only where the target said it itself.",
+    ),
+    Mutant(
+        "budget overrun",
+        "generate:_Run.propose",
+        (("rows.limit - rows.lengths - 1", "rows.limit - rows.lengths"),),
+        "One token more than was asked for.",
+    ),
+]
+
+
+# The checks.
+
+
+@dataclass(frozen=True)
+class Check:
+    """A question with a number for an answer: above the limit, something is wrong."""
+
+    name: str
+    asks: str
+    unit: str
+    limit: float
+    measure: Callable[[], float]
+
+    def __call__(self) -> float:
+        """The number; infinity where the fault stops the run with an error."""
+        try:
+            return self.measure()
+        except (ValueError, RuntimeError, IndexError, FloatingPointError, AssertionError):
+            return math.inf
+
+
+class FixedTree(Drafter):
+    """A tree of a fixed shape whose siblings are drawn without replacement from a fixed law."""
+
+    def __init__(self, parents: tuple[int, ...], vocab_size: int) -> None:
+        self.parents, self.max_nodes = parents, len(parents)
+        generator = torch.Generator().manual_seed(7)
+        self.q = torch.rand(vocab_size, generator=generator, dtype=torch.float64) + 0.1
+        self.q /= self.q.sum()
+
+    def propose(self, rows: Rows) -> TokenTree:
+        q = self.q.expand(rows.batch, -1)
+        tokens = torch.zeros(rows.batch, self.max_nodes, dtype=torch.long)
+        laws = torch.zeros(rows.batch, self.max_nodes, len(self.q), dtype=torch.float64)
+        for parent in dict.fromkeys(self.parents):
+            children = [i for i, p in enumerate(self.parents) if p == parent]
+            tokens[:, children], laws[:, children] = rows.rng.draw_siblings(q, len(children))
+        parents = torch.tensor(self.parents).expand(rows.batch, -1)
+        return TokenTree(tokens, parents, laws)  # type: ignore[arg-type]
+
+
+def _walk_distance(verifier: str) -> float:
+    """The worst total variation over a spread of enumerated families."""
+    some = [f for f in families(instances=1) if f.verifier == verifier][::5]
+    return max(enumerate_family(f).distance for f in some)
+
+
+LOOP_SETTINGS = ((Sampling(1.0), None), (Sampling(1.6, top_p=0.85), 1))
+
+
+def loop_drafters(vocab_size: int) -> dict[str, Drafter | None]:
+    """A drafter of each kind, small enough for every outcome to be walked."""
+    draft = LanguageModel(TableLM(vocab_size, seed=2))
+    return {
+        "plain": None,
+        "draft model": DraftModel(draft, 2),
+        "draft model, early stop": DraftModel(draft, 2, min_top=0.5),
+        "prompt lookup": PromptLookup(2, max_ngram=2),
+        "early exit": EarlyExit(1, 2),
+        "oracle": Oracle(0.7, 2),
+        "tree": FixedTree((-1, -1, 0), vocab_size),
+    }
+
+
+def loop_distances(vocab_size: int = 2, num: int = 5) -> dict[tuple[str, str], tuple[float, int]]:
+    """Total variation and outcomes of the whole generate(), by drafter and setting.
+
+    The law of ``num`` tokens (the prefill emits the first, and rounds the rest). Two prompts of
+    different lengths share every batch; the second setting has an end-of-text token, a
+    temperature and a nucleus.
+    """
+    prompts = [[0, 1, 0], [vocab_size - 1]]
+    table = TableLM(vocab_size, seed=1)
+    target, found = LanguageModel(table), {}
+    for name, drafter in loop_drafters(vocab_size).items():
+        for sampling, eos in LOOP_SETTINGS:
+            laws, outcomes = emitted_law(target, prompts, drafter, num, sampling, eos=eos)
+            worst = max(
+                total_variation(law, padded_law(table, prompt, num, sampling, eos))
+                for law, prompt in zip(laws, prompts, strict=True)
+            )
+            setting = f"T {sampling.temperature:g}" + (", top-p, eos" if eos is not None else "")
+            found[name, setting] = (worst, outcomes)
+    return found
+
+
+def _loop_distance() -> float:
+    return max(distance for distance, _ in loop_distances().values())
+
+
+@cache
+def tiny_model(kind: str = "llama") -> LanguageModel:
+    """A tiny random transformer (float64): "llama", "mistral" with a window of 8, or "small".
+
+    "small" is a Llama over a vocabulary of 4, whose law of four tokens can be tabulated.
+    """
+    import transformers
+
+    shared: dict[str, Any] = {
+        "vocab_size": 4 if kind == "small" else 11,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2 if kind == "small" else 0.4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = (
+        transformers.MistralConfig(**shared, sliding_window=8)
+        if kind == "mistral"
+        else transformers.LlamaConfig(**shared)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return LanguageModel(model.double())
+
+
+def _greedy_by_hand(kind: str, prompt: list[int], num: int) -> list[int]:
+    """Greedy text by the bare model, without a cache and without any code of the package."""
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(num):
+            logits = tiny_model(kind).model(torch.tensor([text]), use_cache=False).logits
+            text.append(int(logits[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@cache
+def _expected(kind: str) -> list[list[int]]:
+    return [_greedy_by_hand(kind, prompt, 14) for prompt in GREEDY_PROMPTS]
+
+
+GREEDY_PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 9, 8, 9, 8, 2]]
+
+
+class SomeRight(Drafter):
+    """A greedy tree, two chains side by side: one right half of the time, one always wrong."""
+
+    max_nodes = 4
+
+    def __init__(self) -> None:
+        self.oracle = Oracle(0.6, 2)
+
+    def start(self, *args: object) -> None:
+        self.oracle.start(*args)  # type: ignore[arg-type]
+
+    def propose(self, rows: Rows) -> TokenTree:
+        good = self.oracle.propose(rows).tokens  # [B, 2]
+        bad = (good + 3) % 11
+        parents = torch.tensor([-1, -1, 0, 1]).expand(rows.batch, -1)
+        tokens = torch.stack([bad[:, 0], good[:, 0], bad[:, 1], good[:, 1]], 1)
+        return TokenTree(tokens, parents)  # type: ignore[arg-type]
+
+
+def _greedy_mismatches() -> float:
+    """Rows whose greedy tokens differ from the bare model's, over models and drafters."""
+    wrong = 0
+    for kind in ("llama", "mistral"):
+        drafters = (None, Oracle(0.6, 3), PromptLookup(3), EarlyExit(1, 2), SomeRight())
+        for drafter in drafters:
+            out = generate(tiny_model(kind), GREEDY_PROMPTS, drafter, max_new_tokens=14)
+            rows = zip(out.tokens, _expected(kind), strict=True)
+            wrong += sum(row.tolist() != expected for row, expected in rows)
+    return float(wrong)
+
+
+def _missing_tokens() -> float:
+    """A drafter that is always right must bring num_tokens + 1 tokens a pass: how many lack?"""
+    out = generate(tiny_model(), GREEDY_PROMPTS, Oracle(1.0, 4), max_new_tokens=11)
+    return abs(out.trace.tau - 5)  # the prefill's token, then 5 + 5
+
+
+def _cache_difference() -> float:
+    """The largest difference between the cache after a run and one computed from the text."""
+    target = tiny_model()
+    run = _Run(target, GREEDY_PROMPTS, SomeRight(), 12)
+    for _ in run.rounds():
+        pass
+    worst = float((run.cache.lengths_host - (run.rows.host - 1)).abs().max())
+    for row in range(len(GREEDY_PROMPTS)):
+        num = int(run.rows.host[row]) - 1
+        fresh = target.new_cache(1, num)
+        with torch.no_grad():
+            target.forward(fresh, run.rows.tokens[row : row + 1, :num])
+        for ours, theirs in zip(run.cache.layers, fresh.layers, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                worst = max(worst, float((a[row, :, :num] - b[0]).abs().max()))
+    return worst
+
+
+G_ROWS, G_TESTS, G_DEPTH = 6000, 3, 4
+G_PROMPT = [1, 2, 3]
+
+
+def joint_counts(drafter: Drafter | None, sampling: Sampling, seed: int = 3) -> np.ndarray:
+    """[V, V, V, V] how often each text of four tokens came, over G_ROWS rows of one batch."""
+    target = tiny_model("small")
+    rows = [G_PROMPT] * G_ROWS
+    out = generate(
+        target, rows, drafter, max_new_tokens=G_DEPTH, sampling=sampling, seed=seed, eos=()
+    )
+    counts = np.zeros((target.vocab_size,) * G_DEPTH)
+    np.add.at(counts, tuple(torch.stack(out.tokens).numpy().T), 1)
+    return counts
+
+
+@cache
+def joint_law(sampling: Sampling) -> np.ndarray:
+    """[V, V, V, V] the law of the next four tokens, by the bare model, every prefix in turn."""
+    model, size = tiny_model("small").model, tiny_model("small").vocab_size
+    texts = torch.tensor([G_PROMPT])
+    law = torch.ones(1, dtype=torch.float64)
+    for _ in range(G_DEPTH):
+        with torch.no_grad():
+            logits = model(texts, use_cache=False).logits[:, -1]
+        law = (law.unsqueeze(1) * Sampling.probs(sampling, logits)).flatten()
+        texts = torch.cat(
+            [texts.repeat_interleave(size, 0), torch.arange(size).repeat(len(texts))[:, None]], 1
+        )
+    return law.view((size,) * G_DEPTH).numpy()
+
+
+def _surprise() -> float:
+    """-log10 of the smallest p-value over three drafters; infinite outside the support."""
+    sampling, worst = Sampling(1.5, top_p=0.95), 0.0
+    draft = tiny_model("small").first_layers(1)
+    for drafter in (DraftModel(draft, 3), EarlyExit(1, 2), FixedTree((-1, -1, 0, 1), 4)):
+        test = g_test(joint_counts(drafter, sampling), joint_law(sampling))
+        worst = max(worst, math.inf if test.outside else -math.log10(max(test.p_value, 1e-300)))
+    return worst
+
+
+CHECKS: list[Check] = [
+    Check(
+        "walk",
+        "the rule on tables, every outcome",
+        "TV",
+        1e-12,
+        lambda: _walk_distance("speculative"),
+    ),
+    Check(
+        "block", "block verification, every outcome", "TV", 1e-12, lambda: _walk_distance("block")
+    ),
+    Check("loop", "generate() on a table model, every outcome", "TV", 1e-12, _loop_distance),
+    Check("greedy", "greedy tokens against the bare model", "rows", 0, _greedy_mismatches),
+    Check("full run", "tokens a pass of a drafter that is right", "tokens", 1e-9, _missing_tokens),
+    Check("cache", "the cache against one computed afresh", "max |Δ|", 1e-9, _cache_difference),
+    Check(
+        "G-test",
+        "four tokens of a real forward, 6000 rows",
+        "-log10 p",
+        -math.log10(FALSE_FAILURE / G_TESTS),
+        _surprise,
+    ),
+]
+
+
+# The report.
+
+
+@dataclass
+class Report:
+    """healthy: each check on the code as it is; caught: mutant -> check -> number."""
+
+    healthy: dict[str, float] = field(default_factory=dict)
+    caught: dict[str, dict[str, float]] = field(default_factory=dict)
+    lossy: dict[str, float] = field(default_factory=dict)
+    instances: int = 0
+    outcomes: int = 0
+    worst: float = 0.0
+    loop: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+
+    def alive(self) -> list[str]:
+        """Mutants that no check caught."""
+        limits = {c.name: c.limit for c in CHECKS}
+        return [
+            m for m, row in self.caught.items() if not any(v > limits[c] for c, v in row.items())
+        ]
+
+    def problems(self) -> list[str]:
+        """Everything that is not as it must be."""
+        limits = {c.name: c.limit for c in CHECKS}
+        found = [
+            f"check {c!r} fails on healthy code: {v:g}"
+            for c, v in self.healthy.items()
+            if not v <= limits[c]
+        ]
+        found += [f"mutant {m!r} survives" for m in self.alive()]
+        found += [
+            f"{v!r} is lossy but was not noticed" for v, d in self.lossy.items() if not d > 1e-3
+        ]
+        if not self.worst < 1e-12:
+            found.append(f"an enumerated law is off by {self.worst:g}")
+        return found
+
+
+def survey(instances: int = 2) -> tuple[int, int, float, list[Enumerated]]:
+    """Enumerates all families: instances, outcomes, worst total variation, and each result."""
+    kinds = families(instances)
+    results = [enumerate_family(f) for f in kinds]
+    worst = max(r.distance for r in results)
+    return sum(f.instances for f in kinds), sum(r.outcomes for r in results), worst, results
+
+
+def lossy_distances() -> dict[str, float]:
+    """How far the lossy verifiers' laws are from the target's, at worst, on the same tables."""
+    from dataclasses import replace
+
+    chosen = [
+        f for f in families(instances=1) if f.shape == "chain of 2" and f.sampling == Sampling(1.0)
+    ]
+    names = ("lenient (lossy)", "typical (lossy)")
+    return {
+        name: max(enumerate_family(replace(f, verifier=name)).distance for f in chosen)
+        for name in names
+    }
+
+
+def report(progress: Callable[[str], None] = lambda _: None) -> Report:
+    """Runs everything: the survey, the loop, the checks, and the checks under every mutant."""
+    out = Report()
+    progress("enumerating the rule")
+    out.instances, out.outcomes, out.worst, _ = survey()
+    progress("enumerating generate()")
+    out.loop = loop_distances()
+    out.lossy = lossy_distances()
+    for check in CHECKS:
+        progress(f"healthy: {check.name}")
+        out.healthy[check.name] = check()
+    for mutant in MUTANTS:
+        progress(f"mutant: {mutant.name}")
+        with mutant.applied():
+            out.caught[mutant.name] = {check.name: check() for check in CHECKS}
+    return out
