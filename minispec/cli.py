@@ -1,4 +1,4 @@
-"""The command line: minispec demo | generate | fetch."""
+"""The command line: minispec demo | generate | fetch | exactness."""
 
 from __future__ import annotations
 
@@ -129,6 +129,27 @@ def demo(
     except (ValueError, OSError) as error:
         raise fail(error) from error
     out.print(f"[dim]{machine()}[/]")
+
+
+@app.command()
+def exactness(
+    threads: Annotated[int, typer.Option(help="The models are tiny: one is fastest.")] = 1,
+) -> None:
+    """Enumerates emitted laws, and shows that the checks catch every registered fault."""
+    import torch
+
+    from .mutants import report, tables
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with err.status("...") as status:
+            found = report(lambda step: status.update(step))
+    finally:
+        torch.set_num_threads(before)
+    out.print(tables(found))
+    if found.problems():
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy import stats
 from torch import Tensor, nn
 
 from .drafters.base import Drafter
-from .generate import _Run
+from .generate import Generation, _Run
 from .models import LanguageModel
 from .sampling import Law, Random, Sampling, sibling_laws
 from .tree import TokenTree
@@ -527,3 +528,114 @@ def tv_bound(draws: int, cells: int, distance: float) -> float:
     Hoeffding's inequality for each of the 2^cells events, and the union of them.
     """
     return min(1.0, math.exp(cells * math.log(2) - 2 * draws * distance**2))
+
+
+def permutation_test(a: Tensor, b: Tensor, permutations: int = 20_000, seed: int = 0) -> float:
+    """The p-value of two samples of texts, [n, K] and [m, K] token ids, having come from one law.
+
+    The statistic is the energy distance under the Hamming distance (how many of K tokens differ);
+    the p-value is its rank among random relabelings, so that no law need be known. Its resolution
+    is 1 / permutations.
+    """
+    both = torch.cat([a, b])
+    away = (both.unsqueeze(1) != both.unsqueeze(0)).double().mean(2)  # [n+m, n+m]
+    weight = torch.cat([torch.full((len(a),), 1 / len(a)), torch.full((len(b),), -1 / len(b))])
+    weight = weight.double()
+    generator = torch.Generator().manual_seed(seed)
+    seen = -(weight @ away @ weight)
+    beyond, done = 0, 0
+    while done < permutations:
+        count = min(2000, permutations - done)
+        order = torch.rand(count, len(both), generator=generator).argsort(1)
+        shuffled = weight[order]  # [count, n+m]
+        drawn = -((shuffled @ away) * shuffled).sum(1)
+        beyond += int((drawn >= seen - 1e-12).sum())
+        done += count
+    return (beyond + 1) / (permutations + 1)
+
+
+# Floating point: what "identical" can mean.
+
+
+def logits_in_blocks(target: LanguageModel, ids: Sequence[int], block: int) -> Tensor:
+    """[T, V] the logits after each token of a text that is read ``block`` tokens a pass."""
+    cache = target.new_cache(1, len(ids))
+    tokens = torch.tensor([list(ids)], device=target.device)
+    found = []
+    with torch.inference_mode():
+        for start in range(0, len(ids), block):
+            part = tokens[:, start : start + block]
+            found.append(target.forward(cache, part).logits[0].float())
+            cache.advance(part.shape[1])
+    return torch.cat(found)
+
+
+def block_drift(target: LanguageModel, ids: Sequence[int], block: int = 8) -> pd.DataFrame:
+    """How far a text's logits move when it is read in blocks and not token by token.
+
+    One line a position: drift, the largest change of a logit among the two likeliest tokens;
+    margin, the gap between those two; flipped, whether the argmax changed.
+    """
+    single, blocks = logits_in_blocks(target, ids, 1), logits_in_blocks(target, ids, block)
+    top = single.topk(2, dim=-1)
+    moved = (single - blocks).gather(1, top.indices).abs().amax(1)
+    return pd.DataFrame(
+        {
+            "position": range(len(ids)),
+            "drift": moved.cpu().numpy(),
+            "margin": (top.values[:, 0] - top.values[:, 1]).cpu().numpy(),
+            "flipped": (single.argmax(1) != blocks.argmax(1)).cpu().numpy(),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two greedy texts of one prompt part, and whether rounding can explain it.
+
+    position counts new tokens from 0; margin is the smallest gap between the two tokens' logits,
+    drift the most by which that gap moves with the shape of the pass (at least the spacing of the
+    dtype's numbers there). verdict "near-tie": margin <= 2 drift; "fault": rounding cannot do this.
+    """
+
+    row: int
+    position: int
+    token_a: int
+    token_b: int
+    margin: float
+    drift: float
+
+    @property
+    def verdict(self) -> str:
+        return "near-tie" if self.margin <= 2 * self.drift else "fault"
+
+
+def first_divergence(a: Generation, b: Generation, target: LanguageModel) -> list[Divergence]:
+    """The first difference of each row of two greedy outputs; rows that agree are left out.
+
+    The text up to the difference is read in passes of several shapes; a gap between the two tokens
+    that is small against its own movement is a near-tie, which either may win. Anything else is a
+    fault of the code that made one of the texts.
+    """
+    if a.prompts != b.prompts:
+        raise ValueError("the two outputs answer different prompts")
+    found = []
+    for row, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)):
+        shared = min(len(one), len(other))
+        differs = (one[:shared] != other[:shared]).nonzero()
+        if not len(differs):
+            continue
+        at = int(differs[0])
+        x, y = int(one[at]), int(other[at])
+        text = [*a.prompts[row], *one[:at].tolist()]
+        gaps, tops = [], []
+        for block in (len(text), 8, 5, 2):
+            last = logits_in_blocks(target, text, block)[-1]
+            gaps.append(float(last[x] - last[y]))
+            tops.append(float(last.max() - torch.maximum(last[x], last[y])))
+        spacing = torch.finfo(target.dtype).eps * float(last[[x, y]].abs().max())
+        drift = max(max(gaps) - min(gaps), spacing)
+        # The better of the two must itself be the argmax, or nearly: else neither belongs here.
+        margin = max(min(abs(g) for g in gaps), min(tops))
+        found.append(Divergence(row, at, x, y, margin, drift))
+    return found

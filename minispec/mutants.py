@@ -18,13 +18,17 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 
 from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
 from .drafters.base import Drafter, Rows
@@ -608,8 +612,6 @@ def survey(instances: int = 2) -> tuple[int, int, float, list[Enumerated]]:
 
 def lossy_distances() -> dict[str, float]:
     """How far the lossy verifiers' laws are from the target's, at worst, on the same tables."""
-    from dataclasses import replace
-
     chosen = [
         f for f in families(instances=1) if f.shape == "chain of 2" and f.sampling == Sampling(1.0)
     ]
@@ -636,3 +638,49 @@ def report(progress: Callable[[str], None] = lambda _: None) -> Report:
         with mutant.applied():
             out.caught[mutant.name] = {check.name: check() for check in CHECKS}
     return out
+
+
+def matrix(found: Report) -> pd.DataFrame:
+    """Mutants by checks: the number that each check gave; the healthy code's in the first line."""
+    return pd.DataFrame({"none (healthy code)": found.healthy, **found.caught}).T
+
+
+def tables(found: Report) -> Group:
+    """The report for a terminal."""
+    limits = {c.name: c.limit for c in CHECKS}
+    seen = Table(title="Enumerated laws", title_justify="left")
+    for column in ("what", "instances", "outcomes", "worst total variation"):
+        seen.add_column(column, justify="left" if column == "what" else "right")
+    seen.add_row(
+        "the rule, block verification",
+        str(found.instances),
+        str(found.outcomes),
+        f"{found.worst:.1e}",
+    )
+    for (name, setting), (distance, outcomes) in found.loop.items():
+        seen.add_row(f"generate(), {name}, {setting}", "2", str(outcomes), f"{distance:.1e}")
+    for name, distance in found.lossy.items():
+        seen.add_row(name, "", "", f"{distance:.2f}", style="yellow")
+    grid = Table(title="Mutants by checks: bold where the check objects", title_justify="left")
+    grid.add_column("mutant")
+    for check in CHECKS:
+        grid.add_column(f"{check.name}\n[dim]{check.unit}[/]", justify="right", no_wrap=True)
+    for mutant, row in matrix(found).iterrows():
+        cells = (_cell(float(row[c.name]), limits[c.name]) for c in CHECKS)
+        grid.add_row(str(mutant), *cells)
+    problems = found.problems()
+    end = (
+        "\n".join(f"[red]{escape(p)}[/]" for p in problems)
+        if problems
+        else f"All {len(CHECKS)} checks pass on the code as it is, all {len(found.caught)} mutants "
+        "are caught, and the lossy verifiers are seen to be lossy."
+    )
+    asks = "\n".join(
+        f"[dim]{c.name}: {c.asks}; objects above {c.limit:.3g} ({c.unit})[/]" for c in CHECKS
+    )
+    return Group(seen, grid, asks, end)
+
+
+def _cell(value: float, limit: float) -> str:
+    text = "error" if math.isinf(value) else f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.3g}"
+    return f"[bold]{text}[/]" if value > limit else f"[dim]{text}[/]"
