@@ -10,14 +10,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import RandomTree, Scripted, tiny, tiny_transformer
+from conftest import Scripted, tiny, tiny_transformer
 
 import minispec as ms
 from minispec.exactness import detectable, g_test
+from minispec.mutants import FixedTree
 
 VOCAB, DEPTH, ROWS = 4, 4, 20_000  # the prefill emits the first token, rounds the other three
 PROMPT = [3, 1, 2]
-TESTS = 24  # the false-failure rate is shared out over all tests of this file
+TESTS = 28  # the false-failure rate is shared out over all tests of this file
 DISTANCE = 0.07  # total variation that every test must notice
 
 SETTINGS = {
@@ -115,19 +116,19 @@ def test_joint_law_of_four_tokens(name, setting):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_joint_law_with_a_tree(name):
+@pytest.mark.parametrize("shape", [(-1, -1, 0, 1), (-1, 0, 0, 2)])
+def test_joint_law_with_a_tree_of_drawn_siblings(name, shape):
     target, sampling = small(name), ms.Sampling(1.0)
     law = joint_law(target.model, sampling)
-    rows = 4_000
-    tree = RandomTree(4, alpha=0.5)
+    tree = FixedTree(shape, VOCAB)
     out = ms.generate(
-        target, [PROMPT] * rows, tree, max_new_tokens=DEPTH, sampling=sampling, eos=()
+        target, [PROMPT] * ROWS, tree, max_new_tokens=DEPTH, sampling=sampling, eos=()
     )
     counts = np.zeros_like(law)
     np.add.at(counts, tuple(torch.stack(out.tokens).numpy().T), 1)
     test = g_test(counts, law)
     assert test.passes(TESTS), f"p = {test.p_value:.2e}"
-    assert detectable(rows, test.df, TESTS) < 0.15
+    assert detectable(ROWS, test.df, TESTS) < DISTANCE
 
 
 def test_the_test_sees_a_wrong_law():
