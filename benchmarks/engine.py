@@ -83,13 +83,11 @@ def outside_forwards(target: ms.LanguageModel, num: int) -> dict[str, float]:
 
 
 def growth(target: ms.LanguageModel, until: int, chunk: int = 256) -> dict[str, object]:
-    """Seconds a token as the context grows to ``until``: a line, if each step costs what it must."""
+    """Time a token as the context grows to ``until``: a line, if a step costs what it must."""
     out = ms.generate(target, [[5, 6, 7, 8]], max_new_tokens=until - 4, eos=())
     steps = [r.total_s for r in out.trace.rounds]
-    means = [
-        (i + chunk // 2, statistics.median(steps[i : i + chunk]))
-        for i in range(0, len(steps), chunk)
-    ]
+    starts = range(0, len(steps), chunk)
+    means = [(i + chunk // 2, statistics.median(steps[i : i + chunk])) for i in starts]
     x, y = [m[0] for m in means], [m[1] for m in means]
     fit = statistics.linear_regression(x, y)
     explained = statistics.correlation(x, y) ** 2

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from .cache import KVCache, LayerShape
 from .fetch import FetchError, smollm2_folder
 
 BUNDLED = "smollm2"
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 class UnsupportedModelError(ValueError):
@@ -59,6 +62,9 @@ class LanguageModel:
         refuse_unsupported(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
+        # A pass puts hooks and an attention function into the model for its time; a second thread
+        # waits. The head is the key: a model cut by first_layers() shares it.
+        self._lock = _LOCKS.setdefault(model.get_output_embeddings(), threading.RLock())
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -190,6 +196,7 @@ class LanguageModel:
         )
         catch = _Catch(read)
         with ExitStack() as stack:
+            stack.enter_context(self._lock)
             head = self.model.get_output_embeddings()
             stack.callback(head.register_forward_pre_hook(catch.before_head).remove)
             for layer in taps:

@@ -162,6 +162,20 @@ def test_a_drafter_can_serve_two_runs_at_once(llama):
     assert [t for _, t in tokens] == plain(llama, [b], 12, eos=())[0]
 
 
+def test_two_threads_can_share_a_target(llama):
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [prompts_of(n, seed=n) for n in range(3, 11)]
+    expected = [plain(llama, p, 16, eos=()) for p in prompts]
+    drafters = [ms.Oracle(0.6, 3), ms.EarlyExit(1, 2), ms.PromptLookup(2), None] * 2
+    with ThreadPoolExecutor(4) as pool:
+        outs = pool.map(
+            lambda job: ms.generate(llama, job[0], job[1], max_new_tokens=16, eos=()),
+            zip(prompts, drafters, strict=True),
+        )
+        assert [plain_tokens(out) for out in outs] == expected
+
+
 # Streams.
 
 
