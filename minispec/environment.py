@@ -13,8 +13,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .fetch import FOLDER, FetchError, _check, _hub_copy, cache_dir
-from .models import _device, _dtype
+from .fetch import FOLDER, FetchError, cache_dir, check_folder, hub_copy
+from .models import pick_device, pick_dtype
 
 ROOM = 1.0  # GB that the fetch needs while it unpacks
 
@@ -64,10 +64,10 @@ def _machine() -> Iterator[Row]:
     threads, cores = torch.get_num_threads(), _cores()
     mend = "" if threads <= cores else f"export OMP_NUM_THREADS={cores}"
     yield "CPU threads", f"{threads} on {cores} cores", "at most the cores", not mend, mend
-    device = _device("auto")
+    device = pick_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield "accelerator", "none" if name == "cpu" else name, "optional", True, ""
-    fast = _dtype("auto", device) == torch.bfloat16
+    fast = pick_dtype("auto", device) == torch.bfloat16
     yield "bfloat16", "yes" if fast else "no: float32 is used", "optional", True, ""
     state, mend = _model()
     yield "SmolLM2-135M-Instruct", state, "fetched once", not mend, mend
@@ -85,11 +85,11 @@ def _cores() -> int:
 def _model() -> tuple[str, str]:
     """The state of the bundled target, and the command that mends it."""
     folder = cache_dir() / FOLDER
-    if _hub_copy() is None:
+    if hub_copy() is None:
         if not folder.is_dir():
             return "not fetched yet", "minispec fetch"
         try:
-            _check(folder)
+            check_folder(folder)
         except FetchError:
             return "damaged", "minispec fetch --force"
     return "fetched", ""

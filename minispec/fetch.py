@@ -49,12 +49,12 @@ def smollm2_folder(*, force: bool = False, quiet: bool | None = None) -> Path:
     A copy that the hub's own cache holds is used first. ``force`` fetches anew. Raises FetchError.
     """
     if not force:
-        cached = _hub_copy()
+        cached = hub_copy()
         if cached is not None:
             return cached
     folder = cache_dir() / FOLDER
     if not force and folder.is_dir():
-        _check(folder)
+        check_folder(folder)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,8 @@ def smollm2_folder(*, force: bool = False, quiet: bool | None = None) -> Path:
     return folder
 
 
-def _hub_copy() -> Path | None:
+def hub_copy() -> Path | None:
+    """The folder in the hub's own cache that holds the whole model, if there is one."""
     from huggingface_hub import try_to_load_from_cache
 
     files = ("config.json", "tokenizer.json", "model.safetensors")
@@ -75,7 +76,7 @@ def _hub_copy() -> Path | None:
     return paths[0].parent if len(paths) == len(files) else None
 
 
-def _check(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises FetchError unless every file has the size that it was written with."""
     advice = "`minispec fetch --force` gets it again"
     try:

@@ -305,7 +305,7 @@ def load_target(
     if isinstance(source, nn.Module):
         move: dict[str, Any] = {}
         if dtype != "auto":
-            move["dtype"] = _dtype(dtype, torch.device("cpu"))
+            move["dtype"] = pick_dtype(dtype, torch.device("cpu"))
         if device != "auto":
             move["device"] = torch.device(device)
         return LanguageModel(source.to(**move) if move else source, tokenizer)
@@ -315,8 +315,8 @@ def load_target(
     except FetchError as error:
         raise ModelLoadError(str(error)) from error
     spread = str(device) in ("balanced", "balanced_low_0", "sequential")
-    place = _device("auto" if spread else device)
-    kwargs["dtype"] = _dtype(dtype, place)
+    place = pick_device("auto" if spread else device)
+    kwargs["dtype"] = pick_dtype(dtype, place)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         refuse_unsupported_config(config)
@@ -340,7 +340,8 @@ def load_target(
     return LanguageModel(model if spread else model.to(place), tokenizer)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def pick_device(device: str | torch.device) -> torch.device:
+    """'auto' to what accelerate finds, anything else to what it says."""
     if str(device) != "auto":
         return torch.device(device)
     from accelerate import PartialState
@@ -348,7 +349,8 @@ def _device(device: str | torch.device) -> torch.device:
     return PartialState().device
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """'auto' to bfloat16 where the device computes in it, else float32. Raises ValueError."""
     if isinstance(dtype, str):
         if dtype == "auto":
             mkldnn = torch.backends.mkldnn.is_available()

@@ -21,7 +21,7 @@ def line(frame: pd.DataFrame, what: str) -> pd.Series:
 def empty_cache(tmp_path, monkeypatch):
     """A cache directory that does not exist yet, and no copy from the hub."""
     monkeypatch.setenv("MINISPEC_CACHE", str(tmp_path / "deep" / "cache"))
-    monkeypatch.setattr(environment, "_hub_copy", lambda: None)
+    monkeypatch.setattr(environment, "hub_copy", lambda: None)
     return tmp_path / "deep" / "cache"
 
 

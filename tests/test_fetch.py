@@ -16,7 +16,7 @@ from minispec import fetch
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("MINISPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetch, "_hub_copy", lambda: None)
+    monkeypatch.setattr(fetch, "hub_copy", lambda: None)
     return tmp_path / "cache"
 
 
@@ -129,7 +129,7 @@ def test_a_cache_directory_that_cannot_be_written(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     monkeypatch.setenv("MINISPEC_CACHE", str(blocked / "cache"))
-    monkeypatch.setattr(fetch, "_hub_copy", lambda: None)
+    monkeypatch.setattr(fetch, "hub_copy", lambda: None)
     with pytest.raises(fetch.FetchError, match="cannot write to the cache directory"):
         fetch.smollm2_folder()
 
@@ -146,4 +146,4 @@ def test_a_hub_copy_is_used_where_there_is_one(tmp_path, monkeypatch):
     assert fetch.smollm2_folder() == tmp_path
     del found["model.safetensors"]
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repo, name: None)
-    assert fetch._hub_copy() is None
+    assert fetch.hub_copy() is None
