@@ -308,7 +308,7 @@ def load_target(
             move["dtype"] = pick_dtype(dtype, torch.device("cpu"))
         if device != "auto":
             move["device"] = torch.device(device)
-        return LanguageModel(source.to(**move) if move else source, tokenizer)
+        return _checked(LanguageModel(source.to(**move) if move else source, tokenizer))
     name = str(source)
     try:
         folder = str(smollm2_folder()) if name == BUNDLED else name
@@ -337,7 +337,7 @@ def load_target(
         )
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(f"cannot load {name!r}: {reason[0]}\n{hint}.") from error
-    return LanguageModel(model if spread else model.to(place), tokenizer)
+    return _checked(LanguageModel(model if spread else model.to(place), tokenizer))
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -378,7 +378,10 @@ def _quiet() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-# What cannot work, by name.
+# What cannot work: by name, and, for architectures that no test knows, by trying.
+
+TESTED = {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "phi3"}
+TESTED |= {"qwen2", "qwen3", "table"}  # the last is exactness.TableLM
 
 RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "ssm")
 
@@ -416,6 +419,58 @@ def refuse_unsupported(model: Any) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head")
     if any(name.endswith("sinks") for name, _ in model.named_parameters()):
         raise UnsupportedModelError(f"{model.config.model_type} uses attention sinks")
+
+
+def _checked(model: LanguageModel) -> LanguageModel:
+    """Has an architecture that no test knows read a small tree, and refuses it if it cannot."""
+    kind = getattr(model.config, "model_type", type(model.model).__name__)
+    if kind not in TESTED:
+        try:
+            error = tree_error(model)
+        except Exception as failure:
+            raise UnsupportedModelError(f"{kind} cannot read a token tree: {failure}") from failure
+        if not error < (0.1 if model.dtype.itemsize == 2 else 1e-3):
+            raise UnsupportedModelError(
+                f"{kind} reads a token tree wrongly (its logits are off by {error:.2g} of their "
+                "size): its masks or positions do not follow what they are given"
+            )
+    return model
+
+
+def tree_error(model: LanguageModel) -> float:
+    """Relative error of a tree pass: against the bare model's reading of each path by itself.
+
+    A prompt of 6 tokens, then a root with two children and a grandchild; both rows of a ragged
+    batch. 0 up to rounding where masks, positions and the cache do what they should.
+    """
+    ids = torch.arange(1, 11, device=model.device) * 7 % model.vocab_size
+    prompts = [ids[:6], ids[2:6]]
+    root_and_nodes = ids[6:]  # root, a, b, c
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3]]  # a and b hang on the root, c on a
+    depth = torch.tensor([len(path) - 1 for path in paths], device=model.device)
+    visible = torch.zeros(4, 4, dtype=torch.bool, device=model.device)
+    for i, path in enumerate(paths):
+        visible[i, path] = True
+    cache = model.new_cache(2, 16)
+    padded = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    with torch.no_grad():
+        model.forward(cache, padded, read=torch.zeros_like(padded[:, :1]))
+        cache.set_lengths(torch.tensor([len(p) for p in prompts]))
+        both = (2, -1)
+        tree = model.forward(
+            cache,
+            root_and_nodes.expand(both),
+            depth.expand(both),
+            visible.expand(2, -1, -1),
+        ).logits.float()
+        worst = 0.0
+        for row, prompt in enumerate(prompts):
+            for i, path in enumerate(paths):
+                text = torch.cat([prompt, root_and_nodes[path]])
+                bare = model.model(input_ids=text[None], use_cache=False).logits[0, -1].float()
+                gap = (tree[row, i] - bare).norm() / (bare - bare.mean()).norm()
+                worst = max(worst, float(gap))
+    return worst
 
 
 def check_same_tokens(target: LanguageModel, draft: LanguageModel) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as tf
-from conftest import COMMON, GQA, SIZE, VOCAB, prompts_of, tiny, tiny_transformer
+from conftest import COMMON, CONFIGS, GQA, SIZE, VOCAB, prompts_of, tiny, tiny_transformer
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import minispec as ms
+from minispec.cache import KVCache
+from minispec.models import TESTED, tree_error
 
 
 def save(folder, name="llama", **changes) -> None:
@@ -90,6 +92,43 @@ def test_what_cannot_work_is_refused_by_name(reason):  # pitfall 18
     model = tf.AutoModelForCausalLM.from_config(REFUSED[reason]())
     with pytest.raises(ms.UnsupportedModelError, match=reason):
         ms.load_target(model)
+
+
+def test_a_model_that_ignores_positions_is_refused_by_trying():
+    """BART's decoder alone counts its own positions: wrong in a tree, and no name says so."""
+    config = tf.BartConfig(
+        vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, encoder_layers=1,
+        decoder_ffn_dim=48, is_decoder=True, is_encoder_decoder=False, init_std=0.3,
+    )  # fmt: skip
+    with pytest.raises(ms.UnsupportedModelError, match=r"bart .*token tree"):
+        ms.load_target(tf.BartForCausalLM(config))
+
+
+def test_an_untested_architecture_that_reads_trees_is_welcome():
+    config = tf.StableLmConfig(**COMMON, **SIZE, num_key_value_heads=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = ms.load_target(tf.AutoModelForCausalLM.from_config(config).double())
+    assert tree_error(target) < 1e-9
+    plain = ms.generate(target, prompts_of(3, 5), max_new_tokens=12, eos=())
+    out = ms.generate(target, prompts_of(3, 5), ms.Oracle(0.7, 3), max_new_tokens=12, eos=())
+    assert [t.tolist() for t in out.tokens] == [t.tolist() for t in plain.tokens]
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_tested_architectures_read_trees(name):
+    assert tree_error(tiny(name)) < 1e-6  # Gemma-2's own softmax is fp32
+    assert tiny(name).config.model_type in TESTED
+
+
+def test_the_trial_sees_a_leaking_mask(llama, monkeypatch):
+    whole = KVCache.mask
+
+    def leaking(self, depth, visible, *rest):
+        return whole(self, depth, torch.ones_like(visible).tril(), *rest)
+
+    monkeypatch.setattr(KVCache, "mask", leaking)
+    assert tree_error(llama) > 0.1
 
 
 def test_encoder_decoders_are_refused_before_their_weights_are_read(tmp_path):
