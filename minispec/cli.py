@@ -89,7 +89,7 @@ def generate(
             if not as_json:
                 style = ACCEPTED_STYLE if piece.accepted else OWN_STYLE
                 out.print(escape(piece.text), style=style, end="", soft_wrap=True)
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, RuntimeError) as error:
         raise fail(error) from error
     result = run.result()
     if as_json:

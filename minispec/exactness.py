@@ -249,7 +249,7 @@ def enumerate_family(family: Family) -> Enumerated:
         tokens, prefix, q = _draft(family, chance, instance, q_law)
         drawn = q if family.draft.startswith("drawn") else None
         fixed = torch.tensor(parents).expand(len(instance), -1)
-        tree = TokenTree(tokens, fixed, drawn, is_chain=family.is_chain)  # type: ignore[arg-type]
+        tree = TokenTree(tokens, fixed, drawn, is_chain=family.is_chain)
         verdict = verify(tree, Law(target[instance[:, None], prefix], sampling), chance)
         kept = tokens.gather(1, verdict.path.clamp(min=0)).masked_fill(verdict.path < 0, -1)
         text = torch.cat([kept, kept.new_full((len(kept), 1), -1)], 1)

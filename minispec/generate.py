@@ -15,6 +15,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
+from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
 from .drafters.base import Drafter, Kept, Rows
 from .models import LanguageModel
 from .sampling import Certain, Law, Random, Sampling
@@ -31,6 +33,7 @@ from .tree import ROOT, TokenTree
 from .verify import VERIFIERS, Verdict, Verifier
 
 FINISH = ("running", "eos", "length", "context", "stop")
+OWN_DRAFTERS = (DraftModel, EarlyExit, Oracle, PromptLookup)  # tested: one look a call is enough
 PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the size of masks and scores
 
 REFUSED = {
@@ -110,6 +113,8 @@ def generate(
     Raises ValueError or TypeError for what cannot be done, before any work; FloatingPointError
     if the target's logits hold a NaN or an infinity.
     """
+    if stream is not None and not callable(stream):
+        raise TypeError("stream must be a function of a Piece; ms.stream() is the iterator")
     run = _Run(
         target, prompts, drafter, max_new_tokens, sampling, seed, verifier, eos, stop, **unsupported
     )
@@ -148,21 +153,28 @@ class _Run:
         _refuse(target, drafter, max_new_tokens, sampling, seed, verifier, unsupported)
         self.target, self.drafter = target, copy.copy(drafter)
         self.verify: Verifier = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if not all(isinstance(s, str) for s in self.stop):
+            raise TypeError(f"stop must be a string or several, not {stop!r}")
         if any(not s for s in self.stop):
             raise ValueError("an empty stop string would stop every text at once")
         if self.stop and target.tokenizer is None:
             raise ValueError("stop strings need a tokenizer")
-        eos = target.eos_ids if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        self.eos = torch.tensor(eos, dtype=torch.long, device=target.device)
+        ends = target.eos_ids if eos is None else (eos,) if isinstance(eos, Integral) else eos
+        if not isinstance(ends, Sequence) or not all(is_whole(i) for i in ends):
+            raise TypeError(f"eos must be a token id or several, not {eos!r}")
+        self.eos = torch.tensor([int(i) for i in ends], dtype=torch.long, device=target.device)
 
         ids = [self._ids(i, p) for i, p in enumerate(as_prompts(prompts))]
+        max_new_tokens = int(max_new_tokens)
         lengths = torch.tensor([len(i) for i in ids])
         self.limit_host = lengths + max_new_tokens
         if target.context_limit is not None:
             self.limit_host = self.limit_host.clamp(max=target.context_limit)
         self.max_nodes = drafter.max_nodes if drafter is not None else 0
         width = int(self.limit_host.max())
+        if drafter is not None:
+            drafter.check(target, width)
         tokens = torch.zeros(len(ids), width + self.max_nodes + 1, dtype=torch.long)
         for row, prompt in enumerate(ids):
             tokens[row, : len(prompt)] = torch.tensor(prompt)
@@ -175,7 +187,7 @@ class _Run:
             self.limit_host.to(device),
             torch.zeros(len(ids), dtype=torch.bool, device=device),
             sampling or Sampling(),
-            seed if isinstance(seed, Random) else Random(seed, device),
+            seed if isinstance(seed, Random) else Random(int(seed), device),
         )
         self.rng = Certain(device) if self.rows.sampling.greedy else self.rows.rng
         self.finish = torch.zeros(len(ids), dtype=torch.long)  # [B] index into FINISH
@@ -204,7 +216,10 @@ class _Run:
             for row in count.nonzero().flatten().tolist():
                 num, drafted = int(count[row]), int(accepted[row])
                 for i, token in enumerate(emitted[row, :num].tolist()):
-                    yield Piece(row, texts[row].push(token), token, i < drafted)
+                    text = texts[row].push(token)
+                    if self.finish[row] and i == num - 1:
+                        text += texts[row].flush()
+                    yield Piece(row, text, token, i < drafted)
 
     def rounds(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Per pass, on the CPU: tokens [B, N+1], how many of them were drafted, how many count."""
@@ -213,7 +228,8 @@ class _Run:
             yield self._guarded(self.round)
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        with torch.inference_mode():
+        # Autocast would have keys of another dtype than the cache's.
+        with torch.inference_mode(), torch.autocast(self.target.device.type, enabled=False):
             return step()
 
     def prefill(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,15 +306,18 @@ class _Run:
         if self.drafter is None:
             return TokenTree.empty(rows.batch, rows.tokens.device)
         tree = self.drafter.propose(rows)
+        if not isinstance(tree, TokenTree):
+            raise TypeError(f"{type(self.drafter).__name__}.propose must return a TokenTree")
+        tree = tree.tidy()
         if tree.batch != rows.batch or tree.num_nodes > self.max_nodes:
             raise ValueError(
                 f"{type(self.drafter).__name__} proposed a tree of shape "
                 f"{tuple(tree.tokens.shape)}; there are {rows.batch} rows and max_nodes is "
                 f"{self.max_nodes}"
             )
-        if not self.checked:  # once a call: looking into the tensors costs a wait on a GPU
+        if not self.checked:  # looking into the tensors costs a wait on a GPU: there, once a call
             tree.check(self.target.vocab_size)
-            self.checked = True
+            self.checked = rows.tokens.device.type != "cpu" or type(self.drafter) in OWN_DRAFTERS
         # A round emits depth + 1 tokens; what would not fit is not worth reading.
         room = (self.limit_host - rows.host)[self.finish == 0]
         if int(room.min()) <= tree.num_nodes:
@@ -399,17 +418,22 @@ class _Run:
         )
 
 
+def is_whole(value: Any) -> bool:
+    """Python's and numpy's whole numbers, but not True and False."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or many, in any form, to a list of prompts."""
     if isinstance(prompts, Tensor):
-        return list(prompts) if prompts.dim() == 2 else [prompts]
+        prompts = list(prompts) if prompts.dim() == 2 else [prompts]
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise TypeError("prompts are strings, chat messages or token ids, one or many")
     if not prompts:
         raise ValueError("there are no prompts")
-    single = all(isinstance(p, dict) for p in prompts) or all(isinstance(p, int) for p in prompts)
+    single = all(isinstance(p, dict) for p in prompts) or all(is_whole(p) for p in prompts)
     return [prompts] if single else list(prompts)
 
 
@@ -431,16 +455,23 @@ def _refuse(
     if drafter is not None and not isinstance(drafter, Drafter):
         known = "DraftModel, PromptLookup, EarlyExit, Oracle"
         raise TypeError(f"drafter must be a Drafter ({known}, or your own), not {drafter!r}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+    if not is_whole(max_new_tokens):
         raise TypeError(f"max_new_tokens must be a whole number, not {max_new_tokens!r}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if not 1 <= max_new_tokens < 2**31:
+        raise ValueError(f"max_new_tokens must be at least 1 (and fit), not {max_new_tokens}")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling, not {sampling!r}")
-    if isinstance(seed, bool) or not isinstance(seed, int | Random):
+    if not isinstance(seed, Random) and not is_whole(seed):
         raise TypeError(f"seed must be a whole number, not {seed!r}")
-    if isinstance(verifier, str) and verifier not in VERIFIERS:
+    if not isinstance(seed, Random) and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit in 64 bits, not {seed}")
+    if not callable(verifier) and verifier not in VERIFIERS:
         raise ValueError(f"unknown verifier {verifier!r}: there are {', '.join(VERIFIERS)}")
+    if target.model.training:
+        raise ValueError("the model is in training mode, where dropout is at work: call .eval()")
+    layers = range(target.num_layers)
+    if drafter is not None and any(tap not in layers for tap in drafter.taps):
+        raise ValueError(f"taps {drafter.taps} are not all layers of 0..{target.num_layers - 1}")
 
 
 __all__ = ["ROOT", "Generation", "generate", "stream"]

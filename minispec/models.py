@@ -10,14 +10,17 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -58,13 +61,18 @@ class Pass:
 class LanguageModel:
     """A causal language model with its tokenizer, as the rest of minispec sees it."""
 
-    def __init__(self, model: Any, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, *, trial: bool = True) -> None:
+        """trial=False takes the model's word that it can read a token tree."""
         refuse_unsupported(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
         # A pass puts hooks and an attention function into the model for its time; a second thread
         # waits. The head is the key: a model cut by first_layers() shares it.
+        warn_of_ignored_settings(model)
         self._lock = _LOCKS.setdefault(model.get_output_embeddings(), threading.RLock())
+        self._shapes: dict[tuple[torch.dtype, torch.device], list[LayerShape]] = {}
+        if trial:
+            try_on_a_tree(self)
 
     def __repr__(self) -> str:
         size = sum(p.numel() for p in self.model.parameters()) / 1e6
@@ -95,8 +103,18 @@ class LanguageModel:
 
     @cached_property
     def context_limit(self) -> int | None:
-        """The most tokens, prompt included, that the model was made for; None: no limit."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """The most tokens, prompt included, that the model was made for; None: no limit.
+
+        LongRoPE changes its frequencies for the whole pass once any position is beyond the
+        original length, so that rows and drafts would disturb each other: it ends there.
+        """
+        limits = [getattr(self.config, "max_position_embeddings", None)]
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+            if part.get("rope_type") == "longrope":
+                original = getattr(self.config, "original_max_position_embeddings", None)
+                limits.append(part.get("original_max_position_embeddings") or original)
+        return min((n for n in limits if n is not None), default=None)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -124,11 +142,17 @@ class LanguageModel:
                 return module
         raise UnsupportedModelError(f"no list of {self.num_layers} decoder layers found")
 
-    @cached_property
+    @property
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer caches for a token, seen in a pass over one token."""
+        """What each layer caches for a token, seen once in a pass over one token."""
+        key = (self.dtype, self.device)
+        if key not in self._shapes:
+            self._shapes[key] = self._see_shapes()
+        return self._shapes[key]
+
+    def _see_shapes(self) -> list[LayerShape]:
         probe = _ShapeProbe()
-        with torch.no_grad():
+        with torch.no_grad(), self._lock:
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self.model(input_ids=token, use_cache=True, **{self._cache_argument: probe})
         if sorted(probe.shapes) != list(range(self.num_layers)):
@@ -241,8 +265,8 @@ class LanguageModel:
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = self.layer_kinds[:num]
         model = _with_layers(self.model, self.layers, nn.ModuleList(self.layers[:num]), config)
-        cut = LanguageModel(model, self.tokenizer)
-        cut.layer_shapes = self.layer_shapes[:num]  # fills the cached property
+        cut = LanguageModel(model, self.tokenizer, trial=False)
+        cut._shapes = {key: shapes[:num] for key, shapes in self._shapes.items()}
         return cut
 
     # Text to ids and back.
@@ -262,14 +286,16 @@ class LanguageModel:
                 prompt, add_generation_prompt=True, tokenize=True, return_dict=True
             )
             return list(ids["input_ids"])
-        if not isinstance(prompt, Sequence) or not all(
-            isinstance(i, int) and not isinstance(i, bool) for i in prompt
+        if (
+            not isinstance(prompt, Sequence | np.ndarray)
+            or isinstance(prompt, bytes)
+            or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt)
         ):
             raise TypeError("a prompt is a string, a list of chat messages, or a list of token ids")
         for i in prompt:
             if not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id {i} is outside the vocabulary of {self.vocab_size}")
-        return list(prompt)
+        return [int(i) for i in prompt]
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Ids to text, special tokens left out; without a tokenizer the ids themselves."""
@@ -302,13 +328,15 @@ def load_target(
     """
     if isinstance(source, LanguageModel):
         return source
+    if not isinstance(source, str | Path | nn.Module):
+        raise TypeError("load_target takes a name, a folder or a transformers causal LM")
     if isinstance(source, nn.Module):
         move: dict[str, Any] = {}
         if dtype != "auto":
             move["dtype"] = pick_dtype(dtype, torch.device("cpu"))
         if device != "auto":
-            move["device"] = torch.device(device)
-        return _checked(LanguageModel(source.to(**move) if move else source, tokenizer))
+            move["device"] = pick_device(device)
+        return LanguageModel(source.to(**move) if move else source, tokenizer)
     name = str(source)
     try:
         folder = str(smollm2_folder()) if name == BUNDLED else name
@@ -337,13 +365,16 @@ def load_target(
         )
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(f"cannot load {name!r}: {reason[0]}\n{hint}.") from error
-    return _checked(LanguageModel(model if spread else model.to(place), tokenizer))
+    return LanguageModel(model if spread else model.to(place), tokenizer)
 
 
 def pick_device(device: str | torch.device) -> torch.device:
     """'auto' to what accelerate finds, anything else to what it says."""
     if str(device) != "auto":
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"unknown device {str(device)!r}: try cpu, cuda or auto") from error
     from accelerate import PartialState
 
     return PartialState().device
@@ -395,6 +426,10 @@ def refuse_unsupported_config(config: Any) -> None:
         raise UnsupportedModelError(
             f"{kind} uses ALiBi: its position bias counts slots and would be wrong in a tree"
         )
+    if not hasattr(config, "vocab_size"):
+        raise UnsupportedModelError(f"{kind} is made of several models; give its text model")
+    if "local" in getattr(config, "attention_layers", ()):
+        raise UnsupportedModelError(f"{kind} has local attention that counts slots, not positions")
     types = set(getattr(config, "layer_types", None) or ())
     if any(word in name for name in types for word in RECURRENT_KINDS):
         raise UnsupportedModelError(
@@ -421,7 +456,7 @@ def refuse_unsupported(model: Any) -> None:
         raise UnsupportedModelError(f"{model.config.model_type} uses attention sinks")
 
 
-def _checked(model: LanguageModel) -> LanguageModel:
+def try_on_a_tree(model: LanguageModel) -> None:
     """Has an architecture that no test knows read a small tree, and refuses it if it cannot."""
     kind = getattr(model.config, "model_type", type(model.model).__name__)
     if kind not in TESTED:
@@ -434,7 +469,6 @@ def _checked(model: LanguageModel) -> LanguageModel:
                 f"{kind} reads a token tree wrongly (its logits are off by {error:.2g} of their "
                 "size): its masks or positions do not follow what they are given"
             )
-    return model
 
 
 def tree_error(model: LanguageModel) -> float:
@@ -473,6 +507,35 @@ def tree_error(model: LanguageModel) -> float:
     return worst
 
 
+IGNORED: dict[
+    str, tuple[Any, ...]
+] = {  # settings of a generation config, and the values that change nothing
+    "repetition_penalty": (None, 1, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+}
+
+
+def warn_of_ignored_settings(model: Any) -> None:
+    """Names the settings by which transformers.generate would bend this model's law."""
+    config = getattr(model, "generation_config", None)
+    names = [n for n, neutral in IGNORED.items() if getattr(config, n, None) not in neutral]
+    if names:
+        warnings.warn(
+            f"the model's generation config sets {', '.join(names)}, which minispec does not "
+            "apply: the law that it keeps is the model's own",
+            stacklevel=4,
+        )
+
+
 def check_same_tokens(target: LanguageModel, draft: LanguageModel) -> None:
     """Raises ValueError unless both models mean the same thing by the same ids."""
     if target.tokenizer is None or draft.tokenizer is None:
@@ -503,6 +566,7 @@ def _is_chat(prompt: Any) -> bool:
         and not isinstance(prompt, str)
         and len(prompt) > 0
         and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+        and all(isinstance(m["content"], str | list) for m in prompt)
     )
 
 
@@ -622,7 +686,7 @@ def grouped_attention(
         scores = torch.tanh(scores / softcap) * softcap + mask
         wide = torch.promote_types(scores.dtype, torch.float32)
         out = scores.softmax(-1, dtype=wide).to(value.dtype) @ value
-    return out.view(batch, heads, num, value.shape[-1]).transpose(1, 2), None
+    return out.view(batch, heads, num, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)

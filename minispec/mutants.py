@@ -338,7 +338,7 @@ class FixedTree(Drafter):
             children = [i for i, p in enumerate(self.parents) if p == parent]
             tokens[:, children], laws[:, children] = rows.rng.draw_siblings(q, len(children))
         parents = torch.tensor(self.parents).expand(rows.batch, -1)
-        return TokenTree(tokens, parents, laws)  # type: ignore[arg-type]
+        return TokenTree(tokens, parents, laws)
 
 
 def _walk_distance(verifier: str) -> float:
@@ -449,15 +449,15 @@ class SomeRight(Drafter):
     def __init__(self) -> None:
         self.oracle = Oracle(0.6, 2)
 
-    def start(self, *args: object) -> None:
-        self.oracle.start(*args)  # type: ignore[arg-type]
+    def start(self, *args: Any) -> None:
+        self.oracle.start(*args)
 
     def propose(self, rows: Rows) -> TokenTree:
         good = self.oracle.propose(rows).tokens  # [B, 2]
         bad = (good + 3) % 11
         parents = torch.tensor([-1, -1, 0, 1]).expand(rows.batch, -1)
         tokens = torch.stack([bad[:, 0], good[:, 0], bad[:, 1], good[:, 1]], 1)
-        return TokenTree(tokens, parents)  # type: ignore[arg-type]
+        return TokenTree(tokens, parents)
 
 
 def _greedy_mismatches() -> float:

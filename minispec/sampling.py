@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -35,11 +36,15 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if (name == "temperature" or value is not None) and (
+                isinstance(value, bool) or not isinstance(value, Real)
+            ):
+                raise TypeError(f"{name} must be a number, not {value!r}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be a finite number >= 0, not {self.temperature!r}")
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or int(self.top_k) != self.top_k or self.top_k < 1
-        ):
+        if self.top_k is not None and not (self.top_k >= 1 and float(self.top_k).is_integer()):
             raise ValueError(f"top_k must be a whole number >= 1, not {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p!r}")
@@ -48,7 +53,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        """Also for temperatures so small that fp32 cannot divide by them."""
+        return self.temperature < torch.finfo(torch.float32).tiny
 
     def probs(self, logits: Tensor) -> Tensor:
         """[..., V] logits to [..., V] probabilities, in fp32 (fp64 for fp64 logits).

@@ -65,6 +65,14 @@ class Detokenizer:
         self.start, self.done = max(self.start, self.done - 4), len(self.ids)
         return after[len(before) :]
 
+    def flush(self) -> str:
+        """What was held back and will not be completed: the text ends inside a character."""
+        if self.tokenizer is None or self.done == len(self.ids):
+            return ""
+        before = self._decode(self.ids[self.start : self.done])
+        self.done = len(self.ids)
+        return self._decode(self.ids[self.start :])[len(before) :]
+
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -74,10 +82,13 @@ def pieces(
 ) -> list[Piece]:
     """One row's tokens as pieces of text."""
     text = Detokenizer(tokenizer)
-    return [
+    found = [
         Piece(row, text.push(int(t)), int(t), bool(a))
         for t, a in zip(tokens, accepted, strict=True)
     ]
+    if found:
+        found[-1].text += text.flush()
+    return found
 
 
 def rich_text(row: Sequence[Piece]) -> Text:

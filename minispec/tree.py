@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import BoolTensor, LongTensor, Tensor
+from torch import Tensor
 
 ROOT = -1
 
@@ -30,17 +30,17 @@ class TokenTree:
     is_chain the caller's word that parents are -1, 0, 1, ... : saves moving the cache about
     """
 
-    tokens: LongTensor
-    parents: LongTensor
+    tokens: Tensor
+    parents: Tensor
     q: Tensor | None = None
-    valid: BoolTensor | None = None
+    valid: Tensor | None = None
     is_chain: bool = False
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> TokenTree:
         """The tree with no nodes: a round with it is one step of plain decoding."""
         none = torch.empty(batch, 0, dtype=torch.long, device=device)
-        return cls(none, none, is_chain=True)  # type: ignore[arg-type]
+        return cls(none, none, is_chain=True)
 
     @classmethod
     def chain(
@@ -49,7 +49,7 @@ class TokenTree:
         """A chain of K tokens a row: tokens [B, K], q [B, K, V] or None, valid [B, K] or None."""
         batch, num = tokens.shape
         parents = torch.arange(-1, num - 1, device=tokens.device).expand(batch, num)
-        return cls(tokens, parents, q, valid, is_chain=True)  # type: ignore[arg-type]
+        return cls(tokens, parents, q, valid, is_chain=True)
 
     @property
     def batch(self) -> int:
@@ -94,10 +94,22 @@ class TokenTree:
         visible[:, 1:, 1:] = self.ancestors()
         return visible.sum(-1) - 1, visible
 
+    def tidy(self) -> TokenTree:
+        """Padding as the target can read it: token 0 on the root, whatever the drafter left."""
+        if self.valid is None:
+            return self
+        return replace(
+            self,
+            tokens=self.tokens.masked_fill(~self.valid, 0),
+            parents=self.parents.masked_fill(~self.valid, ROOT)
+            if not self.is_chain
+            else self.parents,
+        )
+
     def cut(self, max_depth: Tensor) -> TokenTree:
         """Drops nodes deeper than max_depth [B]: they could not be emitted any more."""
         keep = self.is_valid & (self.depths() <= max_depth.unsqueeze(-1))
-        return replace(self, valid=keep)  # type: ignore[arg-type]
+        return replace(self, valid=keep)
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError with the reason if this is no token tree over this vocabulary."""
@@ -128,3 +140,6 @@ class TokenTree:
             chosen = self.q.gather(2, self.tokens.clamp(0).unsqueeze(-1)).squeeze(-1)
             if (valid & ~(chosen > 0)).any():
                 raise ValueError("a node's token has probability 0 (or NaN) in the law q it names")
+            total = self.q.sum(-1)
+            if (valid & ~((total - 1).abs() < 1e-3)).any() or bool((self.q < 0).any()):
+                raise ValueError("q is no law: its probabilities must be >= 0 and sum to 1")

@@ -225,6 +225,17 @@ def test_what_was_accepted_and_what_was_the_targets_own(llama):
         ({"stop": ""}, ValueError, "empty stop string"),
         ({"stop": "x"}, ValueError, "need a tokenizer"),
         ({"target": "smollm2"}, TypeError, "load_target"),
+        ({"prompts": torch.empty(0, 5, dtype=torch.long)}, ValueError, "no prompts"),
+        ({"prompts": b"ab"}, TypeError, "a prompt is"),
+        ({"max_new_tokens": 10**30}, ValueError, "at least 1"),
+        ({"seed": 2**64}, ValueError, "64 bits"),
+        ({"eos": 1.5}, TypeError, "eos must be"),
+        ({"eos": [1.5]}, TypeError, "eos must be"),
+        ({"eos": True}, TypeError, "eos must be"),
+        ({"stop": [5]}, TypeError, "stop must be"),
+        ({"stream": True}, TypeError, "function of a Piece"),
+        ({"verifier": 5}, ValueError, "unknown verifier"),
+        ({"drafter": ms.EarlyExit(9)}, ValueError, r"layer must be a whole number in 1\.\.2"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(llama, monkeypatch, changes, error, message):
@@ -253,11 +264,89 @@ def test_logits_that_are_not_numbers_are_an_error(dtype):  # pitfall 23
         (Scripted([61]), "token 61 is outside"),
         (Scripted([1], torch.eye(61)[2:3]), "probability 0"),
         (Scripted([1], torch.ones(1, 60) / 60), "whole vocabulary"),
+        (Scripted([1], torch.ones(1, 61)), "q is no law"),
     ],
 )
 def test_a_faulty_proposal_is_refused(llama, drafter, message):
     with pytest.raises(ValueError, match=message):
         ms.generate(llama, prompts_of(3), drafter, max_new_tokens=4, sampling=ms.Sampling(1.0))
+
+
+class Padded(ms.Drafter):
+    """Leaves whatever in the padding, and in its second round something worse."""
+
+    max_nodes = 3
+
+    def __init__(self, later: int | None = None) -> None:
+        self.later = later
+
+    def propose(self, rows):
+        tokens = torch.tensor([[4, -1, 99]]).expand(rows.batch, -1)
+        if self.later is not None and hasattr(self, "once"):
+            tokens = tokens.clone().index_fill(1, torch.tensor([0]), self.later)
+        self.once = True
+        parents = torch.tensor([[-1, 7, -5]]).expand(rows.batch, -1)
+        valid = torch.tensor([[True, False, False]]).expand(rows.batch, -1)
+        return ms.TokenTree(tokens, parents, valid=valid)
+
+
+def test_padding_may_hold_anything(llama):
+    prompts = prompts_of(3, 6)
+    out = ms.generate(llama, prompts, Padded(), max_new_tokens=8, eos=())
+    assert plain_tokens(out) == plain(llama, prompts, 8, eos=())
+
+
+def test_a_drafter_that_goes_wrong_later_is_a_clear_error_too(llama):
+    with pytest.raises(ValueError, match="token 77 is outside"):
+        ms.generate(llama, prompts_of(3), Padded(later=77), max_new_tokens=8, eos=())
+
+
+def test_a_drafter_that_proposes_nothing_at_all_is_a_clear_error(llama):
+    class Nothing(ms.Drafter):
+        def propose(self, rows):
+            return None
+
+    with pytest.raises(TypeError, match=r"Nothing\.propose must return a TokenTree"):
+        ms.generate(llama, prompts_of(3), Nothing(), max_new_tokens=4)
+
+
+def test_numpy_numbers_are_numbers(llama):
+    import numpy as np
+
+    prompts = [np.array(p) for p in prompts_of(3, 6)]
+    out = ms.generate(
+        llama, prompts, ms.PromptLookup(np.int64(3)), max_new_tokens=np.int64(8), eos=np.int64(1)
+    )
+    assert plain_tokens(out) == plain(llama, prompts_of(3, 6), 8, eos=1)
+
+
+def test_training_mode_is_refused():
+    target = tiny("gpt2")
+    target.model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        ms.generate(target, prompts_of(3), max_new_tokens=3)
+
+
+def test_autocast_around_the_call_changes_nothing():
+    target = tiny("llama", torch.float32)
+    expected = plain(target, prompts_of(5, 9), 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert plain(target, prompts_of(5, 9), 6) == expected
+
+
+def test_a_draft_model_reads_a_long_prompt_in_chunks(llama, monkeypatch):
+    prompts = prompts_of(30, 3, 17)
+    expected = plain(llama, prompts, 9, eos=())
+    monkeypatch.setattr("minispec.drafters.draft_model.CHUNK", 7)
+    out = ms.generate(llama, prompts, ms.DraftModel(llama, 3), max_new_tokens=9, eos=())
+    assert plain_tokens(out) == expected
+    assert out.trace.alpha == 1  # the chunks gave the draft the very cache of one pass
+
+
+def test_lookup_of_more_than_the_text_holds(llama):
+    for prompt in ([[5]], prompts_of(4)):
+        out = ms.generate(llama, prompt, ms.PromptLookup(3, max_ngram=12), max_new_tokens=9, eos=())
+        assert plain_tokens(out) == plain(llama, prompt, 9, eos=())
 
 
 def test_more_nodes_than_announced_are_refused(llama):

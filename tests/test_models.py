@@ -100,8 +100,75 @@ def test_a_model_that_ignores_positions_is_refused_by_trying():
         vocab_size=VOCAB, d_model=32, decoder_layers=2, decoder_attention_heads=4, encoder_layers=1,
         decoder_ffn_dim=48, is_decoder=True, is_encoder_decoder=False, init_std=0.3,
     )  # fmt: skip
+    model = tf.BartForCausalLM(config)
+    model.generation_config.forced_eos_token_id = None
     with pytest.raises(ms.UnsupportedModelError, match=r"bart .*token tree"):
-        ms.load_target(tf.BartForCausalLM(config))
+        ms.load_target(model)
+
+
+def test_longrope_ends_where_it_would_change_its_frequencies():
+    config = tf.Phi3Config(
+        **COMMON,
+        **SIZE,
+        num_key_value_heads=2,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 3.0, 2.0, 5.0],
+            "original_max_position_embeddings": 16,
+        },
+    )
+    target = ms.load_target(tf.AutoModelForCausalLM.from_config(config).double())
+    assert target.context_limit == 16
+    out = ms.generate(target, prompts_of(5, 9), max_new_tokens=40, eos=())
+    assert [len(t) for t in out.tokens] == [11, 7]
+    assert out.finish == ["context", "context"]
+
+
+def test_local_attention_that_counts_slots_is_refused():
+    config = tf.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+    )
+    with pytest.raises(ms.UnsupportedModelError, match="local attention"):
+        ms.load_target(tf.AutoModelForCausalLM.from_config(config))
+
+
+def test_the_wrapper_itself_tries_too():
+    config = tf.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.5,
+    )
+    with pytest.raises(ms.UnsupportedModelError, match=r"bert .*token tree"):
+        ms.LanguageModel(tf.BertLMHeadModel(config))  # it looks ahead
+
+
+def test_settings_that_are_not_applied_are_named():
+    model = tiny_transformer("llama", torch.float32, 0)
+    model.generation_config.repetition_penalty = 1.3
+    with pytest.warns(UserWarning, match="repetition_penalty"):
+        ms.load_target(model)
+
+
+def test_an_unknown_device_is_refused(tmp_path):
+    save(tmp_path)
+    with pytest.raises(ValueError, match="unknown device 'nonsense'"):
+        ms.load_target(tmp_path, device="nonsense")
+
+
+def test_a_model_that_changes_its_dtype_is_seen():
+    target = tiny("llama", torch.float32)
+    ms.generate(target, prompts_of(3), max_new_tokens=3)
+    target.model.double()
+    assert len(ms.generate(target, prompts_of(3, 5), max_new_tokens=3, eos=()).tokens[0]) == 3
 
 
 def test_an_untested_architecture_that_reads_trees_is_welcome():

@@ -76,6 +76,19 @@ def test_settings_that_make_no_sense_are_refused(arguments):
         ms.Sampling(**arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"temperature": None}, {"top_k": [1]}, {"top_p": ".5"}, {"min_p": True}]
+)
+def test_settings_that_are_no_numbers_are_refused(arguments):
+    with pytest.raises(TypeError, match="must be a number"):
+        ms.Sampling(**arguments)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    law = ms.Sampling(1e-50).probs(LOGITS)
+    assert torch.equal(law, ms.Sampling().probs(LOGITS))
+
+
 def test_draws_follow_the_law_and_never_leave_its_support():
     law = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).expand(200_000, 6)
     counts = Random(0).draw(law).bincount(minlength=6)

@@ -86,6 +86,8 @@ def test_characters_of_several_tokens_are_held_back_until_they_are_whole():
     texts = [p.text for p in pieces(tokenizer, 0, ids, [True] * len(ids))]
     assert "".join(texts) == "naïve 🙂 日本語 – done"
     assert "\ufffd" not in "".join(texts)
+    cut = [p.text for p in pieces(tokenizer, 0, ids[:4], [True] * 4)]
+    assert "".join(cut) == tokenizer.decode(ids[:4])  # also where the text ends inside one
 
 
 def test_bf16_texts_part_only_at_near_ties():  # pitfall 1

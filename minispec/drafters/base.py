@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -73,6 +74,12 @@ class Drafter:
     wants_features: bool = False  # whether start() wants the target's features over the prompt
     off_clock: float = 0.0  # seconds of the last propose() that are no part of the method's cost
 
+    def check(self, target: LanguageModel, longest: int) -> None:
+        """Called before any work: raise ValueError if this drafter cannot serve this target.
+
+        longest: the most tokens, prompt included, that a row may come to have.
+        """
+
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         """Called once, after the prefill has emitted each row's first token.
 
@@ -89,6 +96,6 @@ class Drafter:
 
 def at_least_one(name: str, value: int) -> int:
     """Checks a count that a user gave."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
-    return value
+    return int(value)

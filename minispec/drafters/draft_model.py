@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from ..models import LanguageModel, check_same_tokens, load_target
 from ..sampling import Sampling
 from ..tree import TokenTree
 from .base import Drafter, Kept, Rows, at_least_one
+
+CHUNK = 512  # tokens of a prompt a pass: bounds the size of masks and scores
 
 
 class DraftModel(Drafter):
@@ -35,23 +38,38 @@ class DraftModel(Drafter):
     ) -> None:
         self.model: LanguageModel = load_target(model)
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
+        for name, value in (("min_top", min_top), ("max_entropy", max_entropy)):
+            if value is not None and not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, not {value!r}")
         self.min_top, self.max_entropy = min_top, max_entropy
 
-    def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
+    def check(self, target: LanguageModel, longest: int) -> None:
         check_same_tokens(target, self.model)
         limit = self.model.context_limit
-        if limit is not None and int(rows.limit.max()) > limit:
+        if limit is not None and longest > limit:
             raise ValueError(
-                f"the draft model reads at most {limit} tokens; this call may reach "
-                f"{int(rows.limit.max())}"
+                f"the draft model reads at most {limit} tokens; this call may reach {longest}"
             )
+
+    def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         self.vocab_size = target.vocab_size
         self.cache = self.model.new_cache(rows.batch, rows.tokens.shape[1] + self.num_tokens + 1)
 
     def propose(self, rows: Rows) -> TokenTree:
         # What was drafted beyond the committed text is forgotten; the root is read anew.
         self.cache.set_lengths(torch.minimum(self.cache.lengths_host, rows.host - 1))
+        self.read_prompt(rows)
         return self.draft_chain(rows, *self.unread(rows))
+
+    def read_prompt(self, rows: Rows) -> None:
+        """Reads long unread texts up to their last chunk, a chunk a pass, as the target does."""
+        while int((rows.host - self.cache.lengths_host).max()) > CHUNK:
+            tokens, count = self.unread(rows)
+            tokens, count = tokens[:, :CHUNK], count.clamp(max=CHUNK)
+            # Each row keeps at least its root for the drafting pass.
+            count = torch.minimum(count, rows.host - 1 - self.cache.lengths_host)
+            self.model.forward(self.cache, tokens, read=count.new_zeros(len(count), 1))
+            self.cache.set_lengths(self.cache.lengths_host + count)
 
     def unread(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The committed tokens that the draft model has not read: [B, m], and how many: [B], CPU.

@@ -24,6 +24,9 @@ class EarlyExit(DraftModel):
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
         self.min_top = self.max_entropy = None
 
+    def check(self, target: LanguageModel, longest: int) -> None:
+        target.first_layers(self.layer)  # complains if there are not so many
+
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         self.model = target.first_layers(self.layer)
         self.vocab_size = target.vocab_size

@@ -7,6 +7,7 @@ the answer repeats the prompt: summaries, quotations, code.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..tree import TokenTree
@@ -42,6 +43,4 @@ class PromptLookup(Drafter):
     @staticmethod
     def _shifted(tokens: Tensor, back: int) -> Tensor:
         """[B, S] the token ``back`` places before each; -2 (no token) before the beginning."""
-        moved = torch.full_like(tokens, -2)
-        moved[:, back:] = tokens[:, : tokens.shape[1] - back]
-        return moved
+        return F.pad(tokens, (back, 0), value=-2)[:, : tokens.shape[1]]

@@ -32,11 +32,16 @@ class Oracle(DraftModel):
     """
 
     def __init__(self, alpha: float = 0.8, num_tokens: int = 4, seed: int = 0) -> None:
-        if not 0 <= alpha <= 1:
+        if isinstance(alpha, str) or not 0 <= alpha <= 1:
             raise ValueError(f"alpha must be in [0, 1], not {alpha!r}")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed must be a whole number, not {seed!r}")
         self.alpha, self.seed = float(alpha), seed
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
         self.min_top = self.max_entropy = None
+
+    def check(self, target: LanguageModel, longest: int) -> None:
+        """The target can always draft for itself."""
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         self.model: Any = target
