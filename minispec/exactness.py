@@ -142,7 +142,14 @@ def enumerate_outcomes(
             pad = [nn.functional.pad(s, (0, longest - s.shape[1]), value=-1) for _, s in chance.new]
             waves.append((torch.cat(pad), instance[torch.cat([rows for rows, _ in chance.new])]))
     columns = [torch.cat(column) for column in zip(*results, strict=True)]
-    return torch.cat(weights), torch.cat(owners), columns
+    weight, owner = torch.cat(weights), torch.cat(owners)
+    total = torch.zeros(instances, dtype=torch.float64).index_add_(0, owner, weight)
+    if float((total - 1).abs().max()) > 1e-9:
+        raise RuntimeError(
+            "the outcomes' probabilities do not sum to 1: the choices that a row makes depend on "
+            "the other rows of its batch"
+        )
+    return weight, owner, columns
 
 
 # The rule alone, on tables.

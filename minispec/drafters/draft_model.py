@@ -96,7 +96,7 @@ class DraftModel(Drafter):
             valid = valid & self.goes_on(logits[:, 0]).unsqueeze(1)
             if tokens.device.type == "cpu" and step and not valid.any():
                 break
-            token = q.argmax(-1) if greedy else rows.rng.draw(q)
+            token = q.argmax(-1) if greedy else rows.rng.draw(self.settled(q, valid))
             drawn.append(token)
             laws.append(q)
             valids.append(valid)
@@ -112,6 +112,17 @@ class DraftModel(Drafter):
         # Some models pad their vocabulary to a round size; padding is no token.
         q = sampling.probs(logits[:, : self.vocab_size])
         return F.pad(q, (0, self.vocab_size - q.shape[1]))
+
+    def settled(self, q: Tensor, valid: Tensor) -> Tensor:
+        """[B, V] q; where a row has stopped early, a point mass: nothing is left to chance there.
+
+        So the draws that a row makes do not depend on whether its neighbours have stopped.
+        """
+        if self.min_top is None and self.max_entropy is None:
+            return q
+        point = torch.zeros_like(q)
+        point[:, 0] = 1
+        return torch.where(valid, q, point)
 
     def goes_on(self, logits: Tensor) -> Tensor:
         """[B] whether to draft one more token, from the draft's logits [B, V]."""
