@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -153,7 +154,8 @@ def table(
     """Method by method: speed, what the drafts were worth, and whether the text is the same."""
     plain = runs["plain"]
     where = f"{_dtype(target)}, {target.device}, greedy, {len(plain.outs)} prompts"
-    out = Table(title=f"{type(target.model).__name__} ({where})", title_justify="left")
+    out = Table(title=f"{type(target.model).__name__} ({where})", box=SIMPLE, pad_edge=False)
+    out.title_justify, out.padding = "left", (0, 1, 0, 0)
     compared = {_dtype(target): runs} | ({"float32": checks} if checks else {})
     names = [f"identical\n{name}" for name in compared]
     for column in ("method", "tokens/s", "speed-up", "τ", "α", "target\npasses", *names):

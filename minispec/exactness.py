@@ -28,7 +28,7 @@ from .generate import Generation, _Run
 from .models import LanguageModel
 from .sampling import Law, Random, Sampling, sibling_laws
 from .tree import TokenTree
-from .verify import VERIFIERS
+from .verify import VERIFIERS, Verifier
 
 # Enumeration: chance replaced by all of its outcomes.
 
@@ -423,7 +423,7 @@ def emitted_law(
     sampling: Sampling,
     *,
     eos: int | None = None,
-    verifier: str = "speculative",
+    verifier: str | Verifier = "speculative",
 ) -> tuple[list[dict[tuple[int, ...], float]], int]:
     """The law that ``generate`` emits, by running it through every outcome of its chance.
 
@@ -514,7 +514,9 @@ def power(draws: int, df: int, distance: float, tests: int = 1) -> float:
     """How surely ``g_test`` fails a law at this total-variation distance, at least.
 
     A law at distance t has a chi-square divergence of at least 4 t^2, so that the statistic's
-    noncentrality is at least 4 draws t^2, whatever the way in which the law is off.
+    noncentrality is at least 4 draws t^2, whatever the way in which the law is off. The distance
+    is that of the laws as tested: what differs only inside the pooled cell is not seen, so draw
+    enough for few cells to be pooled.
     """
     critical = stats.chi2.isf(FALSE_FAILURE / tests, df)
     return float(stats.ncx2.sf(critical, df, 4 * draws * distance**2))

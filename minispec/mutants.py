@@ -211,7 +211,8 @@ MUTANTS: list[Mutant] = [
         (
             (
                 "valids.append(valid)",
-                "valid = valid & (q.gather(1, token.unsqueeze(1)) > 0.3); valids.append(valid)",
+                "valids.append((q.gather(1, token[:, None]) > 0.3) & valid & valids[-1] "
+                "if valids else valid & (q.gather(1, token[:, None]) > 0.3))",
             ),
         ),
         "A token is drawn, looked at, and dropped: what is kept no longer follows q.",
