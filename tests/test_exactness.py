@@ -53,7 +53,7 @@ def test_over_five_hundred_instances_emit_the_targets_law():
     assert worst < 1e-12
 
 
-def test_the_survey_covers_what_it_should():
+def test_the_survey_covers_what_it_should():  # pitfall 12
     kinds = ex.families()
     assert max(f.vocab_size for f in kinds) == 5
     assert max(f.depth for f in kinds) == 3
@@ -65,7 +65,7 @@ def test_the_survey_covers_what_it_should():
     assert not torch.allclose(tables[:, 0], tables[:, 1])  # laws depend on the prefix
 
 
-def test_generate_emits_the_law_of_the_tables():
+def test_generate_emits_the_law_of_the_tables():  # pitfall 11: early stop is among the drafters
     found = mu.loop_distances(vocab_size=2, num=5) | mu.loop_distances(vocab_size=3, num=3)
     assert {name for name, _ in found} == set(mu.loop_drafters(2))
     for key, (distance, outcomes) in found.items():
@@ -245,7 +245,7 @@ def test_the_permutation_test_tells_two_laws_apart_and_one_law_together():
 
 
 @pytest.mark.parametrize("mutant", mu.MUTANTS, ids=lambda m: m.name)
-def test_every_mutant_is_caught(mutant):
+def test_every_mutant_is_caught(mutant):  # pitfalls 3-7, 10-13, 15, 17, 21: each has its mutant
     with mutant.applied():
         caught = [check.name for check in mu.CHECKS if check() > check.limit]
     assert caught, f"{mutant.name} survives"

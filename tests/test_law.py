@@ -94,7 +94,7 @@ class Drawn(Scripted):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", sorted(drafters(small())))
-def test_joint_law_of_four_tokens(name, setting):
+def test_joint_law_of_four_tokens(name, setting):  # pitfalls 4, 7 and 10
     target, sampling = small(), SETTINGS[setting]
     law = joint_law(target.model, sampling)
     out = ms.generate(
@@ -117,7 +117,7 @@ def test_joint_law_of_four_tokens(name, setting):
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
 @pytest.mark.parametrize("shape", [(-1, -1, 0, 1), (-1, 0, 0, 2)])
-def test_joint_law_with_a_tree_of_drawn_siblings(name, shape):
+def test_joint_law_with_a_tree_of_drawn_siblings(name, shape):  # pitfall 13
     target, sampling = small(name), ms.Sampling(1.0)
     law = joint_law(target.model, sampling)
     tree = FixedTree(shape, VOCAB)

@@ -140,3 +140,13 @@ def test_imports_do_not_run_upward():
             if len(dots) < len(parts):
                 continue  # a neighbour in the same folder
             assert level.get(name, 0) <= level[parts[0]], f"{path.name} imports {name}"
+
+
+def test_one_module_calls_into_transformers():  # pitfall 30
+    """Loading, passes and caches live in models.py; fetch.py converts, mutants.py builds a toy."""
+    users = {
+        path.relative_to(ROOT / "minispec").as_posix()
+        for path in (ROOT / "minispec").rglob("*.py")
+        if re.search(r"^\s*(import|from) transformers", path.read_text(), re.MULTILINE)
+    }
+    assert users == {"models.py", "fetch.py", "mutants.py"}
