@@ -25,16 +25,16 @@ from torch import Tensor
 
 from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
 from .drafters.base import Drafter, Kept, Rows
-from .models import LanguageModel
+from .models import CHUNK as PREFILL_CHUNK
+from .models import LanguageModel, is_whole
 from .sampling import Certain, Law, Random, Sampling
 from .show import Detokenizer, Piece, html_legend, html_text, pieces, rich_text
 from .trace import Round, Trace
-from .tree import ROOT, TokenTree
+from .tree import TokenTree
 from .verify import VERIFIERS, Verdict, Verifier
 
 FINISH = ("running", "eos", "length", "context", "stop")
 OWN_DRAFTERS = (DraftModel, EarlyExit, Oracle, PromptLookup)  # tested: one look a call is enough
-PREFILL_CHUNK = 512  # prompt tokens a pass: bounds the size of masks and scores
 
 REFUSED = {
     "repetition_penalty": "inside a verified window every position would need its own prefix",
@@ -396,9 +396,8 @@ class _Run:
     def result(self) -> Generation:
         """The rows as the user gets them."""
         spans = zip(self.prompt_lengths.tolist(), self.rows.host.tolist(), strict=True)
-        tokens = [
-            row[a:b].clone() for row, (a, b) in zip(self.rows.tokens.cpu(), spans, strict=True)
-        ]
+        rows = [(text, *span) for text, span in zip(self.rows.tokens.cpu(), spans, strict=True)]
+        tokens = [text[prompt:end].clone() for text, prompt, end in rows]
         # Each pass emitted first what was drafted, then the target's own token.
         kept, count = (torch.stack(column, 1) for column in zip(*self.history, strict=True))
         place = torch.arange(int(count.max()))  # within a pass
@@ -411,16 +410,8 @@ class _Run:
             [a[e] for a, e in zip(accepted, emitted, strict=True)],
             self.trace,
             self.target.tokenizer,
-            [
-                row[:n].tolist()
-                for row, n in zip(self.rows.tokens.cpu(), self.prompt_lengths, strict=True)
-            ],
+            [text[:prompt].tolist() for text, prompt, _ in rows],
         )
-
-
-def is_whole(value: Any) -> bool:
-    """Python's and numpy's whole numbers, but not True and False."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def as_prompts(prompts: Any) -> list[Any]:
@@ -474,4 +465,4 @@ def _refuse(
         raise ValueError(f"taps {drafter.taps} are not all layers of 0..{target.num_layers - 1}")
 
 
-__all__ = ["ROOT", "Generation", "generate", "stream"]
+__all__ = ["Generation", "generate", "stream"]

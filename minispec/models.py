@@ -33,6 +33,7 @@ from .cache import KVCache, LayerShape
 from .fetch import FetchError, smollm2_folder
 
 BUNDLED = "smollm2"
+CHUNK = 512  # tokens of a prompt a pass: bounds the size of masks and scores
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
@@ -289,7 +290,7 @@ class LanguageModel:
         if (
             not isinstance(prompt, Sequence | np.ndarray)
             or isinstance(prompt, bytes)
-            or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in prompt)
+            or not all(is_whole(i) for i in prompt)
         ):
             raise TypeError("a prompt is a string, a list of chat messages, or a list of token ids")
         for i in prompt:
@@ -534,6 +535,11 @@ def warn_of_ignored_settings(model: Any) -> None:
             "apply: the law that it keeps is the model's own",
             stacklevel=4,
         )
+
+
+def is_whole(value: Any) -> bool:
+    """Python's and numpy's whole numbers, but not True and False."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_same_tokens(target: LanguageModel, draft: LanguageModel) -> None:

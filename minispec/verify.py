@@ -201,7 +201,6 @@ def _typical(tree: TokenTree, law: Law, rng: Random, epsilon: float, delta: floa
     return Verdict(path, accepted, p.argmax(-1), tried)
 
 
-EXACT = ("speculative", "block")
 VERIFIERS: dict[str, Verifier] = {
     "speculative": speculative,
     "block": block,

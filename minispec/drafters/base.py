@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..models import LanguageModel
+from ..models import LanguageModel, is_whole
 from ..sampling import Random, Sampling
 from ..tree import TokenTree
 
@@ -96,6 +95,6 @@ class Drafter:
 
 def at_least_one(name: str, value: int) -> int:
     """Checks a count that a user gave."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
     return int(value)

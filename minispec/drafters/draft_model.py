@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..cache import KVCache
-from ..models import LanguageModel, check_same_tokens, load_target
+from ..models import CHUNK, LanguageModel, check_same_tokens, load_target
 from ..sampling import Sampling
 from ..tree import TokenTree
 from .base import Drafter, Kept, Rows, at_least_one
-
-CHUNK = 512  # tokens of a prompt a pass: bounds the size of masks and scores
 
 
 class DraftModel(Drafter):
@@ -27,6 +25,9 @@ class DraftModel(Drafter):
     one would bend the emitted law): ``min_top`` stops where the likeliest token is less likely
     than that, ``max_entropy`` where the entropy in nats is above that.
     """
+
+    min_top: float | None = None
+    max_entropy: float | None = None
 
     def __init__(
         self,
@@ -113,12 +114,16 @@ class DraftModel(Drafter):
         q = sampling.probs(logits[:, : self.vocab_size])
         return F.pad(q, (0, self.vocab_size - q.shape[1]))
 
+    @property
+    def stops_early(self) -> bool:
+        return self.min_top is not None or self.max_entropy is not None
+
     def settled(self, q: Tensor, valid: Tensor) -> Tensor:
         """[B, V] q; where a row has stopped early, a point mass: nothing is left to chance there.
 
         So the draws that a row makes do not depend on whether its neighbours have stopped.
         """
-        if self.min_top is None and self.max_entropy is None:
+        if not self.stops_early:
             return q
         point = torch.zeros_like(q)
         point[:, 0] = 1
@@ -127,7 +132,7 @@ class DraftModel(Drafter):
     def goes_on(self, logits: Tensor) -> Tensor:
         """[B] whether to draft one more token, from the draft's logits [B, V]."""
         on = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-        if self.min_top is None and self.max_entropy is None:
+        if not self.stops_early:
             return on
         p = logits.float().softmax(-1)
         if self.min_top is not None:

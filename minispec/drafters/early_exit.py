@@ -22,7 +22,6 @@ class EarlyExit(DraftModel):
     def __init__(self, layer: int = 8, num_tokens: int = 4) -> None:
         self.layer = at_least_one("layer", layer)
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
-        self.min_top = self.max_entropy = None
 
     def check(self, target: LanguageModel, longest: int) -> None:
         target.first_layers(self.layer)  # complains if there are not so many

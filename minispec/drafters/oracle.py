@@ -38,7 +38,6 @@ class Oracle(DraftModel):
             raise ValueError(f"seed must be a whole number, not {seed!r}")
         self.alpha, self.seed = float(alpha), seed
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
-        self.min_top = self.max_entropy = None
 
     def check(self, target: LanguageModel, longest: int) -> None:
         """The target can always draft for itself."""
