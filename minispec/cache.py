@@ -75,20 +75,28 @@ class KVCache:
         part.shapes, part.layers, part.buffers = self.shapes[:num], self.layers[:num], []
         return part
 
+    def rows(self, index: Tensor) -> KVCache:
+        """A copy that holds only the rows ``index`` [live], in that order."""
+        part = KVCache(self.shapes, len(index), self.capacity)
+        for mine, theirs in zip(part.buffers, self.buffers, strict=True):
+            for new, old in zip(mine, theirs, strict=True):
+                torch.index_select(old, 1, index.to(old.device), out=new)
+        part.set_lengths(self.lengths_host[index])
+        return part
+
     def set_lengths(self, lengths_host: Tensor) -> None:
         """Sets the number of committed tokens of each row: lengths_host [B], on the CPU."""
         self.lengths_host = lengths_host
         self.lengths = lengths_host.to(self.device, non_blocking=True)
 
-    def begin(self, num: int) -> None:
-        """Opens a pass over ``num`` new tokens a row."""
+    def begin(self, num: int, behind: int = 0) -> None:
+        """Opens a pass over ``num`` new tokens a row, ``behind`` so many that are not committed."""
         low, high = int(self.lengths_host.min()), int(self.lengths_host.max())
-        if high + num > self.capacity:
-            raise ValueError(
-                f"the cache holds {self.capacity} tokens; this pass needs {high + num}"
-            )
-        index = self.lengths.unsqueeze(1) + torch.arange(num, device=self.device)
-        self.slots = Slots(index, low if low == high else None, high + num)
+        end = high + behind + num
+        if end > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} tokens; this pass needs {end}")
+        index = self.lengths.unsqueeze(1) + torch.arange(behind, behind + num, device=self.device)
+        self.slots = Slots(index, low + behind if low == high else None, end)
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes a layer's new keys and values [B, heads, n, dim] and returns all that is held.
@@ -110,21 +118,22 @@ class KVCache:
     ) -> Tensor:
         """The additive attention mask [B, 1, n, end] of the pass that ``begin`` opened.
 
-        depth [B, n] of each new token (its position is length + depth); visible [B, n, n] bool,
-        who sees whom among the new tokens; window: only keys less than that many positions back.
+        depth [B, m] of the last m tokens written, the n new ones at their end (a token's position
+        is length + depth); visible [B, n, m] bool, which of them each new token sees; window: only
+        keys less than that many positions back.
         0 where a token may look, the dtype's lowest number elsewhere. Additive floats and not
         booleans: eager attention adds a mask, and adding True hides nothing.
         """
         assert self.slots is not None, "call begin() before the pass"
-        num = depth.shape[1]
+        queries, num = visible.shape[1:]
         slot = torch.arange(self.slots.end, device=self.device)
-        new = slot - self.lengths.unsqueeze(1)  # [B, end]: index among the new tokens, < 0 if old
+        new = slot - self.lengths.unsqueeze(1)  # [B, end]: index among the m, < 0 if committed
         inside = (new >= 0) & (new < num)
         index = new.clamp(0, num - 1)
-        seen = visible.gather(2, index.unsqueeze(1).expand(-1, num, -1))  # [B, n, end]
+        seen = visible.gather(2, index.unsqueeze(1).expand(-1, queries, -1))  # [B, n, end]
         seen = torch.where(inside.unsqueeze(1), seen, (new < 0).unsqueeze(1))
         if window is not None:
-            query = self.lengths.unsqueeze(1) + depth  # [B, n] positions
+            query = self.lengths.unsqueeze(1) + depth[:, num - queries :]  # [B, n] positions
             key = torch.where(inside, self.lengths.unsqueeze(1) + depth.gather(1, index), slot)
             seen = seen & (query.unsqueeze(2) - key.unsqueeze(1) < window)
         return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(

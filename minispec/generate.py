@@ -23,7 +23,7 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
-from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
+from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup, TreeDraft
 from .drafters.base import Drafter, Kept, Rows
 from .models import CHUNK as PREFILL_CHUNK
 from .models import LanguageModel, is_whole
@@ -34,7 +34,8 @@ from .tree import TokenTree
 from .verify import VERIFIERS, Verdict, Verifier
 
 FINISH = ("running", "eos", "length", "context", "stop")
-OWN_DRAFTERS = (DraftModel, EarlyExit, Oracle, PromptLookup)  # tested: one look a call is enough
+# Tested: one look a call into their trees is enough.
+OWN_DRAFTERS = (DraftModel, TreeDraft, EarlyExit, Oracle, PromptLookup)
 
 REFUSED = {
     "repetition_penalty": "inside a verified window every position would need its own prefix",
@@ -263,7 +264,7 @@ class _Run:
             if wants:
                 hidden = torch.cat([o.hidden for o in seen], 1)
                 caught = {i: torch.cat([o.taps[i] for o in seen], 1) for i in taps}
-                prompt = Kept(tree.parents, rows.lengths, hidden, caught)
+                prompt = Kept(tree.parents, rows.lengths - 1, hidden, caught)  # before the root
             self.drafter.start(target, rows, self.cache, prompt)
             self.trace.start_s = time.perf_counter() - began - self.trace.prefill_s
         self.trace.prefill_emitted = result[2]
@@ -444,7 +445,7 @@ def _refuse(
     if not isinstance(target, LanguageModel):
         raise TypeError("target must come from load_target()")
     if drafter is not None and not isinstance(drafter, Drafter):
-        known = "DraftModel, PromptLookup, EarlyExit, Oracle"
+        known = "DraftModel, TreeDraft, PromptLookup, EarlyExit, Oracle"
         raise TypeError(f"drafter must be a Drafter ({known}, or your own), not {drafter!r}")
     if not is_whole(max_new_tokens):
         raise TypeError(f"max_new_tokens must be a whole number, not {max_new_tokens!r}")

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
@@ -33,6 +34,7 @@ from .cache import KVCache, LayerShape
 from .fetch import FetchError, smollm2_folder
 
 BUNDLED = "smollm2"
+TOKEN_MAPS = ("token_map", "read_map")
 CHUNK = 512  # tokens of a prompt a pass: bounds the size of masks and scores
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -67,6 +69,10 @@ class LanguageModel:
         refuse_unsupported(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
+        # A draft with a reduced vocabulary: token_map [V_d], the target's id of each of its ids;
+        # read_map [V], the id as which it reads each of the target's.
+        self.token_map: Tensor | None = None
+        self.read_map: Tensor | None = None
         # A pass puts hooks and an attention function into the model for its time; a second thread
         # waits. The head is the key: a model cut by first_layers() shares it.
         warn_of_ignored_settings(model)
@@ -204,19 +210,20 @@ class LanguageModel:
 
         tokens [B, n]; depth [B, n] steps behind the first (default 0, 1, 2, ...: a chain);
         visible [B, n, n] bool, who sees whom (default: each those before it and itself); read
-        [B, m] the positions among the n at which logits are wanted (default: all); taps: layer
+        [B, r] the positions among the n at which logits are wanted (default: all); taps: layer
         indices whose inputs are wanted. The cache's lengths stay as they are: ``keep`` or
-        ``advance`` moves them.
+        ``advance`` moves them. A tree can be read in several passes: with depth [B, m] and visible
+        [B, n, m] the first m - n are the nodes that earlier passes wrote behind the same lengths.
         """
         batch, num = tokens.shape
-        cache.begin(num)
+        cache.begin(num, visible.shape[2] - num if visible is not None else 0)
         if depth is None:
             depth = torch.arange(num, device=tokens.device).expand(batch, num)
         if visible is None:
             visible = torch.ones(num, num, dtype=torch.bool, device=tokens.device).tril()
             visible = visible.expand(batch, num, num)
         # Padding may stand beyond the last position that an absolute position table has.
-        positions = (cache.lengths.unsqueeze(1) + depth).clamp(
+        positions = (cache.lengths.unsqueeze(1) + depth[:, -num:]).clamp(
             max=(self.context_limit or 2**62) - 1
         )
         catch = _Catch(read)
@@ -238,6 +245,19 @@ class LanguageModel:
                 **{self._cache_argument: _CacheAdapter(cache)},
             )
         return Pass(out.logits, catch.hidden, catch.taps)
+
+    def teacher_forced(self, tokens: Tensor, position: Tensor, visible: Tensor) -> Tensor:
+        """[B, T, V] logits at every token of given texts, with gradients: for training a draft.
+
+        tokens, position [B, T]; visible [B, T, T] bool, who sees whom. No cache: the passes of
+        ``forward`` write theirs in place, which gradients cannot go back through.
+        """
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=tokens.device)
+        mask = mask.masked_fill_(~visible, torch.finfo(self.dtype).min).unsqueeze(1)
+        out = self.model(
+            input_ids=tokens, position_ids=position, attention_mask=mask, use_cache=False
+        )
+        return out.logits
 
     def _masks(self, cache: KVCache, depth: Tensor, visible: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks: one tensor, or one a layer kind where the model mixes kinds."""
@@ -309,6 +329,22 @@ class LanguageModel:
 # Loading.
 
 
+def new_llama(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **numbers: Any,
+) -> nn.Module:
+    """A Llama with random weights, made on the device itself and in its dtype from the start.
+
+    numbers go to transformers' LlamaConfig.
+    """
+    config = transformers.LlamaConfig(**numbers)
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def load_target(
     source: str | Path | nn.Module | LanguageModel = BUNDLED,
     *,
@@ -353,7 +389,8 @@ def load_target(
             kwargs["device_map"] = str(device)
         with _quiet():
             model: Any = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
-            if tokenizer is None:
+            maps = _token_maps(Path(folder))
+            if tokenizer is None and maps is None:  # a reduced vocabulary has no text of its own
                 tokenizer = AutoTokenizer.from_pretrained(folder)
     except UnsupportedModelError:
         raise
@@ -366,7 +403,21 @@ def load_target(
         )
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(f"cannot load {name!r}: {reason[0]}\n{hint}.") from error
-    return LanguageModel(model if spread else model.to(place), tokenizer)
+    loaded = LanguageModel(model if spread else model.to(place), tokenizer)
+    if maps is not None:
+        loaded.token_map, loaded.read_map = (maps[n].to(loaded.device).long() for n in TOKEN_MAPS)
+    return loaded
+
+
+def _token_maps(folder: Path) -> dict[str, Tensor] | None:
+    """The maps of a draft with a reduced vocabulary, as ``checkpoints.save_draft`` writes them."""
+    path = folder / "token_map.safetensors"
+    if not path.is_file():
+        return None
+    maps = load_file(path)
+    if missing := [n for n in TOKEN_MAPS if n not in maps]:
+        raise ValueError(f"{path} holds no {' and no '.join(missing)}")
+    return maps
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -543,7 +594,19 @@ def is_whole(value: Any) -> bool:
 
 
 def check_same_tokens(target: LanguageModel, draft: LanguageModel) -> None:
-    """Raises ValueError unless both models mean the same thing by the same ids."""
+    """Raises ValueError unless both models mean the same thing by the same ids.
+
+    A draft with a reduced vocabulary says by its maps which of the target's ids it means.
+    """
+    if draft.token_map is not None and draft.read_map is not None:
+        if len(draft.read_map) != target.vocab_size or int(draft.token_map.max()) >= len(
+            draft.read_map
+        ):
+            raise ValueError(
+                f"the draft's token map is for a vocabulary of {len(draft.read_map)}; "
+                f"the target's has {target.vocab_size}"
+            )
+        return
     if target.tokenizer is None or draft.tokenizer is None:
         if target.vocab_size != draft.vocab_size:
             raise ValueError(

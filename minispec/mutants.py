@@ -30,7 +30,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup
+from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup, TreeDraft
 from .drafters.base import Drafter, Rows
 from .exactness import (
     FALSE_FAILURE,
@@ -47,6 +47,7 @@ from .exactness import (
 from .generate import _Run, generate
 from .models import LanguageModel
 from .sampling import Sampling
+from .shapes import from_paths, kary
 from .tree import TokenTree
 
 
@@ -195,6 +196,31 @@ MUTANTS: list[Mutant] = [
         "Drawn without replacement, but scored as if the earlier siblings could come again.",
     ),
     Mutant(
+        "siblings tried likeliest first",
+        "sampling:Random.draw_siblings",
+        (
+            (
+                "key.topk(num, dim=-1).indices",
+                "(lambda t: t.gather(1, q.gather(1, t).argsort(1, descending=True)))"
+                "(key.topk(num, dim=-1).indices)",
+            ),
+        ),
+        "Sorted after they were drawn: the laws are those of an order in which nothing was drawn.",
+    ),
+    Mutant(
+        "siblings tried by id",
+        "drafters.draft_tree:TreeDraft.draw",
+        (
+            (
+                "drawn, drawn_from = rows.rng.draw_siblings(q, count)",
+                "from ..sampling import sibling_laws\n        "
+                "drawn = rows.rng.draw_siblings(q, count)[0].sort(1).values\n        "
+                "drawn_from = sibling_laws(q, drawn)",
+            ),
+        ),
+        "The same fault in the drafter: a set was drawn, and its order is made up.",
+    ),
+    Mutant(
         "block: residual of the token rule",
         "verify:block",
         (
@@ -211,8 +237,8 @@ MUTANTS: list[Mutant] = [
         (
             (
                 "valids.append(valid)",
-                "valids.append((q.gather(1, token[:, None]) > 0.3) & valid & valids[-1] "
-                "if valids else valid & (q.gather(1, token[:, None]) > 0.3))",
+                "q = self.law(logits[:, 0], rows.sampling).gather(1, token[:, None])\n        "
+                "valids.append(valid & valids[-1] & (q > 0.3) if valids else valid & (q > 0.3))",
             ),
         ),
         "A token is drawn, looked at, and dropped: what is kept no longer follows q.",
@@ -232,7 +258,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         "draft drawn hotter than it says",
         "drafters.draft_model:DraftModel.draft_chain",
-        (("self.settled(q, valid)", "self.settled(q.sqrt(), valid)"),),
+        (("self.settled(laws[-1], valid)", "self.settled(laws[-1].sqrt(), valid)"),),
         "Sampled from one tensor, scored by another.",
     ),
     Mutant(
@@ -275,6 +301,30 @@ MUTANTS: list[Mutant] = [
             ),
         ),
         "A node's position is its place in the buffer and not its depth.",
+    ),
+    Mutant(
+        "draft: positions by slot",
+        "drafters.draft_tree:reading_plan",
+        (("sees.sum(1) - 1, place", "torch.arange(len(inner)), place"),),
+        "The text stays right and the drafts get worse: only one that must be right shows it.",
+    ),
+    Mutant(
+        "draft: siblings see each other",
+        "drafters.draft_tree:reading_plan",
+        (("return sees,", "return torch.ones_like(sees).tril(),"),),
+        "A causal mask in the draft model's pass over a level.",
+    ),
+    Mutant(
+        "draft: accepted path not moved",
+        "drafters.draft_tree:TreeDraft.observe",
+        (("keep(path, count + 1)", "set_lengths(self.cache.lengths_host + count + 1)"),),
+        "The draft model goes on from the keys of nodes that were rejected.",
+    ),
+    Mutant(
+        "draft: another node's candidates",
+        "drafters.draft_tree:TreeDraft.pick_top",
+        (("best[:, level.places,", "best[:, level.places[::-1],"),),
+        "A level's rows and its parents are paired the wrong way round.",
     ),
     Mutant(
         "window forgotten",
@@ -355,6 +405,7 @@ LOOP_SETTINGS = ((Sampling(1.0), None), (Sampling(1.6, top_p=0.95), 1))
 def loop_drafters(vocab_size: int) -> dict[str, Drafter | None]:
     """A drafter of each kind, small enough for every outcome to be walked."""
     draft = LanguageModel(TableLM(vocab_size, seed=2))
+    shape = from_paths([(0,), (1,), (0, 0)])
     return {
         "plain": None,
         "draft model": DraftModel(draft, 2),
@@ -363,6 +414,8 @@ def loop_drafters(vocab_size: int) -> dict[str, Drafter | None]:
         "early exit": EarlyExit(1, 2),
         "oracle": Oracle(0.7, 2),
         "tree": FixedTree((-1, -1, 0), vocab_size),
+        "draft tree, top": TreeDraft(draft, shape),
+        "draft tree, drawn": TreeDraft(draft, shape, "draw"),
     }
 
 
@@ -475,9 +528,13 @@ def _greedy_mismatches() -> float:
 
 
 def _missing_tokens() -> float:
-    """A drafter that is always right must bring num_tokens + 1 tokens a pass: how many lack?"""
-    out = generate(tiny_model(), GREEDY_PROMPTS, Oracle(1.0, 4), max_new_tokens=11)
-    return abs(out.trace.tau - 5)  # the prefill's token, then 5 + 5
+    """A drafter that is always right must bring depth + 1 tokens a pass: how many lack?"""
+    target, missing = tiny_model(), 0.0
+    for drafter in (Oracle(1.0, 4), TreeDraft(target, kary(2, 3))):
+        full = drafter.num_tokens + 1  # two rounds of that, after the prefill's token
+        out = generate(target, GREEDY_PROMPTS, drafter, max_new_tokens=2 * full + 1)
+        missing = max(missing, abs(out.trace.tau - full))
+    return missing
 
 
 def _cache_difference() -> float:

@@ -7,6 +7,7 @@ import torch
 from conftest import AlwaysWrong, RandomTree, prompts_of, tiny_transformer
 
 import minispec as ms
+from minispec.shapes import kary
 
 LENGTHS = (1, 5, 12, 3)
 NEW = 24  # past the window of 8 in the models that have one
@@ -28,6 +29,9 @@ def drafters(target: ms.LanguageModel, num: int):
     yield ms.DraftModel(target, num)  # always right
     yield ms.PromptLookup(num, max_ngram=2)
     yield ms.EarlyExit(2, num)
+    yield ms.TreeDraft(other, kary(2, num, max_nodes=9))
+    yield ms.TreeDraft(target, kary(3, num, max_nodes=8))
+    yield ms.TreeDraft(target.first_layers(2), kary(2, num, max_nodes=6), "draw")
     yield ms.Oracle(0.6, num)
     yield AlwaysWrong(num)
 

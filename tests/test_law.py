@@ -15,10 +15,12 @@ from conftest import Scripted, tiny, tiny_transformer
 import minispec as ms
 from minispec.exactness import detectable, g_test
 from minispec.mutants import FixedTree
+from minispec.shapes import from_paths
 
 VOCAB, DEPTH, ROWS = 4, 4, 20_000  # the prefill emits the first token, rounds the other three
 PROMPT = [3, 1, 2]
-TESTS = 28  # the false-failure rate is shared out over all tests of this file
+TESTS = 34  # the false-failure rate is shared out over all tests of this file
+TREE = from_paths([(0,), (1,), (0, 0), (1, 0)])
 DISTANCE = 0.07  # total variation that every test must notice
 
 SETTINGS = {
@@ -75,6 +77,8 @@ def drafters(target: ms.LanguageModel) -> dict[str, ms.Drafter | None]:
         "prompt lookup": ms.PromptLookup(2, max_ngram=2),
         "early exit": ms.EarlyExit(1, 2),
         "oracle": ms.Oracle(0.7, 2),
+        "draft tree, top": ms.TreeDraft(other, TREE),
+        "draft tree, drawn": ms.TreeDraft(other, TREE, "draw"),
         "scripted, chosen": Scripted([2, 3]),
         "scripted, drawn": Drawn(laws),
     }

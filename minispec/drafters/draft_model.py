@@ -82,37 +82,61 @@ class DraftModel(Drafter):
         step = torch.arange(int(count.max()), device=rows.tokens.device)
         place = self.cache.lengths.unsqueeze(1) + step
         tokens = rows.tokens.gather(1, place.clamp(max=rows.tokens.shape[1] - 1))
-        return tokens.clamp(max=self.model.vocab_size - 1), count  # an id only the target pads to
+        return self.readable(tokens), count
+
+    def readable(self, tokens: Tensor) -> Tensor:
+        """The target's ids as ids that the draft model knows."""
+        if self.model.read_map is not None:
+            return self.model.read_map[tokens]
+        return tokens.clamp(max=self.model.vocab_size - 1)  # an id only the target pads to
+
+    def read_text(self, tokens: Tensor, count: Tensor) -> Tensor:
+        """Reads ``tokens`` [B, m], of which ``count`` [B] are real: the logits after them."""
+        last = count.to(tokens.device).unsqueeze(1) - 1  # [B, 1]
+        logits = self.model.forward(self.cache, tokens, read=last).logits  # [B, 1, V]
+        self.cache.set_lengths(self.cache.lengths_host + count)
+        return logits
 
     def draft_chain(self, rows: Rows, tokens: Tensor, count: Tensor) -> TokenTree:
-        """Reads ``tokens`` [B, m], of which ``count`` [B] are real, then draws K tokens."""
+        """Reads the text's last tokens (see ``read_text``), then draws K tokens."""
         greedy = rows.sampling.greedy
         valid = torch.ones(rows.batch, 1, dtype=torch.bool, device=tokens.device)
         drawn, laws, valids = [], [], []
-        last = count.to(tokens.device).unsqueeze(1) - 1  # [B, 1]
-        logits = self.model.forward(self.cache, tokens, read=last).logits
-        self.cache.set_lengths(self.cache.lengths_host + count)
+        logits = self.read_text(tokens, count)
         for step in range(self.num_tokens):
-            q = self.law(logits[:, 0], rows.sampling)  # [B, V]
             valid = valid & self.goes_on(logits[:, 0]).unsqueeze(1)
             if tokens.device.type == "cpu" and step and not valid.any():
                 break
-            token = q.argmax(-1) if greedy else rows.rng.draw(self.settled(q, valid))
+            if greedy:  # the law is a point mass on the argmax; saying so saves carrying it
+                token = self.best(logits[:, 0], 1).squeeze(-1)
+            else:
+                laws.append(self.law(logits[:, 0], rows.sampling))  # [B, V]
+                token = rows.rng.draw(self.settled(laws[-1], valid))
             drawn.append(token)
-            laws.append(q)
             valids.append(valid)
             if step < self.num_tokens - 1:
-                logits = self.model.forward(self.cache, token.unsqueeze(1)).logits
+                logits = self.model.forward(self.cache, self.readable(token).unsqueeze(1)).logits
                 self.cache.advance()
-        # At temperature 0 the law is a point mass on the argmax; saying so saves carrying it.
         q_all = None if greedy else torch.stack(laws, 1)
         return TokenTree.chain(torch.stack(drawn, 1), q_all, torch.cat(valids, 1))
 
     def law(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """[B, V of the draft] logits to the draft's law over the target's vocabulary."""
+        """[..., V of the draft] logits to the draft's law over the target's vocabulary."""
         # Some models pad their vocabulary to a round size; padding is no token.
-        q = sampling.probs(logits[:, : self.vocab_size])
-        return F.pad(q, (0, self.vocab_size - q.shape[1]))
+        q = sampling.probs(logits[..., : self.vocab_size])
+        if self.model.token_map is None:
+            return F.pad(q, (0, self.vocab_size - q.shape[-1]))
+        wide = q.new_zeros(*q.shape[:-1], self.vocab_size)
+        return wide.index_copy_(-1, self.model.token_map, q)
+
+    def best(self, logits: Tensor, num: int) -> Tensor:
+        """[..., num] the target's ids of the likeliest tokens, from logits [..., V of the draft].
+
+        Ties go to the smaller id, as everywhere at temperature 0.
+        """
+        logits = logits[..., : self.vocab_size]
+        ids = logits.argmax(-1, keepdim=True) if num == 1 else logits.topk(num, dim=-1).indices
+        return ids if self.model.token_map is None else self.model.token_map[ids]
 
     @property
     def stops_early(self) -> bool:
