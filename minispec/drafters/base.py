@@ -82,7 +82,8 @@ class Drafter:
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         """Called once, after the prefill has emitted each row's first token.
 
-        cache is the target's; prompt holds the features at the prompt's tokens if asked for.
+        cache is the target's; prompt, if asked for, holds the features at the prompt's tokens, and
+        as ``emitted`` how many tokens [B] each prompt has.
         """
 
     def propose(self, rows: Rows) -> TokenTree:

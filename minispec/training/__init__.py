@@ -1,0 +1,1 @@
+"""Training drafts: the corpus that the target writes, one loop for every head, their losses."""

@@ -1,0 +1,142 @@
+"""A small draft model learns the target's law, token by token (distillation).
+
+Given the text so far, the target's law is p and the draft's q. Three losses:
+
+    forward kl    sum_x p(x) log(p(x) / q(x))     q must cover all that p may say
+    reverse kl    sum_x q(x) log(q(x) / p(x))     q must say nothing that p would not
+    tvd           1/2 sum_x |p(x) - q(x)|         1 - alpha itself (Leviathan 2211.17192, Cor. 3.6)
+
+Forward KL is what DistilBERT and most drafts use; DistillSpec (2310.08461) compares them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models import LanguageModel, load_target, new_llama
+from .corpus import Text
+from .data import Batch
+from .fit import Learner
+
+LOSSES = ("forward kl", "reverse kl", "tvd")
+
+
+def frequent_tokens(texts: Sequence[Text], size: int, always: Sequence[int] = ()) -> Tensor:
+    """[at most size] the target ids that stand most often in the answers, smallest id first.
+
+    ``always`` (end-of-text) are among them whatever their count. FR-Spec (2502.14856): a draft
+    that ranks only frequent tokens saves most of the LM head's work and loses little.
+    """
+    counts = Counter(t for text in texts for t in text.answer)
+    for token in always:
+        counts[token] = 2**60
+    return torch.tensor(sorted(t for t, _ in counts.most_common(size)))
+
+
+def nearest_known(target: LanguageModel, token_map: Tensor) -> Tensor:
+    """[V] for each target id the draft id to read it as: its own, or that of the most similar.
+
+    A draft with a reduced vocabulary must read what it cannot write. Similar: by the angle
+    between the target's own embeddings.
+    """
+    weight = F.normalize(target.model.get_input_embeddings().weight.detach().float(), dim=-1)
+    known = weight[token_map]
+    nearest = torch.cat([(part @ known.T).argmax(-1) for part in weight.split(4096)])
+    nearest[token_map] = torch.arange(len(token_map))
+    return nearest
+
+
+def new_draft(
+    target: LanguageModel,
+    token_map: Tensor,
+    *,
+    width: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    seed: int = 0,
+) -> LanguageModel:
+    """An untrained small Llama over the target ids ``token_map`` [V_d]."""
+    model = new_llama(
+        seed,
+        vocab_size=len(token_map),
+        hidden_size=width,
+        intermediate_size=round(8 * width / 3 / 32) * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=target.context_limit or 8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    draft = load_target(model)
+    draft.token_map, draft.read_map = token_map, nearest_known(target, token_map)
+    return draft
+
+
+class DraftLearner(Learner):
+    """Trains ``draft`` (with a token map) to the law of the target that made the features."""
+
+    rows: Tensor
+    token_map: Tensor
+    read_map: Tensor
+
+    def __init__(
+        self,
+        draft: LanguageModel,
+        target: LanguageModel,
+        loss: str = "forward kl",
+        answers_only: bool = False,
+        steps: int = 5,
+    ) -> None:
+        super().__init__()
+        if loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, not {loss!r}")
+        if draft.token_map is None or draft.read_map is None:
+            raise ValueError("the draft has no token map: see new_draft")
+        self.draft, self.loss, self.answers_only, self.steps = draft, loss, answers_only, steps
+        self.model = draft.model  # registered, so that its parameters are found
+        weight = target.model.get_output_embeddings().weight.detach()
+        self.register_buffer("rows", weight[draft.token_map].float(), persistent=False)
+        self.register_buffer("token_map", draft.token_map, persistent=False)
+        self.register_buffer("read_map", draft.read_map, persistent=False)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """[R, T, V_d]"""
+        ids = self.read_map[batch.tokens]
+        return self.draft.teacher_forced(ids, batch.position, batch.visible())
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        learn = batch.has_ahead(1)
+        if self.answers_only:
+            learn = learn & batch.ahead(batch.answer, 1)
+        log_q = self.logits(batch)[learn].float().log_softmax(-1)  # [M, V_d]
+        with torch.no_grad():
+            log_p = F.linear(batch.hidden[learn].to(self.rows.dtype), self.rows)
+            log_p = log_p.float().log_softmax(-1)
+        if self.loss == "forward kl":
+            loss = (log_p.exp() * (log_p - log_q)).sum()
+        elif self.loss == "reverse kl":
+            loss = (log_q.exp() * (log_q - log_p)).sum()
+        else:
+            loss = 0.5 * (log_p.exp() - log_q.exp()).abs().sum()
+        return loss, learn.sum()
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        said = self.token_map[self.logits(batch).argmax(-1)]  # [R, T] for token t+1
+        right = (said == batch.ahead(batch.tokens, 1)) & batch.has_ahead(1)
+        # The text up to a draft that is right is the text: one pass judges every step.
+        hits = torch.stack([batch.ahead(right, i) & batch.has_ahead(i + 1) for i in range(5)])
+        return hits[: self.steps], batch.has_ahead(1) & batch.ahead(batch.greedy, 1)
+
+    def save(self, folder: Path) -> None:
+        from ..checkpoints import save_draft
+
+        save_draft(self.draft, folder)

@@ -1,0 +1,302 @@
+"""One training loop for every head and draft, on accelerate: a laptop, one GPU, many machines.
+
+A ``Learner`` is a module whose ``forward`` turns a batch into a sum of losses and the number of
+terms in it; everything else is the same for all: packed rows, warm-up and cosine, clipping,
+validation by the acceptance that the draft would have, checkpoints, a log.
+
+What a step sees is a function of the seed and the step's number alone, and a checkpoint holds the
+rest, so a killed run that goes on gives the same numbers as one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from .data import Batch, TextData
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train.
+
+    steps: updates. rows: packed rows an update, over all processes and accumulated parts.
+    accumulate: parts that an update is computed in (memory). lr: the highest; it rises over
+    ``warmup`` (a share of the steps) and falls to a tenth along a cosine. precision: "no" or "bf16"
+    (autocast). validate_every, save_every: in steps; 0: only at the end.
+    """
+
+    steps: int
+    rows: int = 8
+    accumulate: int = 1
+    lr: float = 1e-3
+    warmup: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5
+    precision: str = "no"
+    seed: int = 0
+    validate_every: int = 0
+    save_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.rows < 1 or self.accumulate < 1:
+            raise ValueError("steps, rows and accumulate must be at least 1")
+        if self.rows % self.accumulate:
+            raise ValueError(
+                f"rows must be a multiple of accumulate: {self.rows}, {self.accumulate}"
+            )
+        if self.precision not in ("no", "bf16"):
+            raise ValueError(f"precision must be 'no' or 'bf16', not {self.precision!r}")
+        if not 0 <= self.warmup < 1 or not self.lr > 0:
+            raise ValueError("warmup must be in [0, 1) and lr above 0")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update ``step`` as a share of ``lr``."""
+        warm = max(1, round(self.warmup * self.steps))
+        if step < warm:
+            return (step + 1) / warm
+        gone = (step - warm) / max(1, self.steps - warm)
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * gone)) / 2
+
+
+class Learner(nn.Module):
+    """What can be trained: the parameters of a draft, and the loss that it learns by.
+
+    Frozen tensors (the target's LM head, token maps) are non-persistent buffers, so that they move
+    with the module and are in no checkpoint.
+    """
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """The sum of the losses over a batch, and how many terms there are in it."""
+        raise NotImplementedError
+
+    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the draft would have got right: hits [steps, R, T] and valid [R, T], bool.
+
+        hits[i, r, t]: in a draft begun when token t is the last one known, the (i+1)-th token is
+        the text's own. Right only counts where all before it were; ``run_lengths`` sees to that.
+        """
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Writes the trained draft in its published form."""
+        raise NotImplementedError
+
+
+def run_lengths(hits: Tensor) -> Tensor:
+    """hits [steps, ...] to how many drafted tokens in a row are right [...]."""
+    return hits.long().cumprod(0).sum(0)
+
+
+def acceptance(hits: Tensor, valid: Tensor) -> dict[str, float]:
+    """tau of a greedy chain as long as the draft, and n-alpha by position; see ``Learner.hits``."""
+    runs = run_lengths(hits)[valid]
+    found = {"tau": 1 + float(runs.double().mean()) if len(runs) else math.nan}
+    for n in range(1, len(hits) + 1):
+        tried = int((runs >= n - 1).sum())
+        found[f"alpha_{n}"] = int((runs >= n).sum()) / tried if tried else math.nan
+    return found
+
+
+def rows_of_step(step: int, rows: int, total: int, seed: int) -> list[int]:
+    """The rows of update ``step``: pass after pass over all rows, each in an order of its own."""
+    chosen: list[int] = []
+    for place in range(step * rows, (step + 1) * rows):
+        epoch, i = divmod(place, total)
+        chosen.append(_order(epoch, total, seed)[i])
+    return chosen
+
+
+def _order(epoch: int, total: int, seed: int, held: dict = {}) -> list[int]:  # noqa: B006
+    """A permutation of the rows; the last one is remembered."""
+    key = (epoch, total, seed)
+    if key not in held:
+        held.clear()
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        held[key] = torch.randperm(total, generator=generator).tolist()
+    return held[key]
+
+
+def fit(
+    learner: Learner,
+    data: TextData,
+    recipe: Recipe,
+    folder: Path,
+    *,
+    validation: TextData | None = None,
+    watch: Callable[[pd.DataFrame], None] | None = None,
+    cpu: bool = False,
+) -> pd.DataFrame:
+    """Trains ``learner`` and returns the log: one row an update, also in ``folder``/log.csv.
+
+    folder: checkpoints and the log; a run that was killed goes on from the last checkpoint when it
+    is called again with the same recipe. watch: called with the log after each validation (a live
+    plot). Columns: step, loss, lr, and after a validation tau and alpha_1, alpha_2, ...
+
+    Under ``accelerate launch`` every process takes its share of each update's rows.
+    """
+    accelerator = Accelerator(cpu=cpu)
+    if recipe.rows % (recipe.accumulate * accelerator.num_processes):
+        raise ValueError(
+            f"{recipe.rows} rows an update cannot be split over {accelerator.num_processes} "
+            f"processes and {recipe.accumulate} parts"
+        )
+    optimizer = torch.optim.AdamW(
+        [p for p in learner.parameters() if p.requires_grad],
+        recipe.lr,
+        recipe.betas,
+        weight_decay=recipe.weight_decay,
+    )
+    model, optimizer = accelerator.prepare(learner, optimizer)
+    run = _Log(folder, recipe, accelerator)
+    first = run.resume()
+    for step in range(first, recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr * recipe.rate(step)
+        loss = _update(accelerator, model, optimizer, data, recipe, step)
+        row = {"step": step, "loss": loss, "lr": recipe.lr * recipe.rate(step)}
+        last = step == recipe.steps - 1
+        if validation is not None and _due(step, recipe.validate_every, last):
+            row |= validate(accelerator.unwrap_model(model), validation)
+        run.add(row)
+        if watch is not None and "tau" in row and accelerator.is_main_process:
+            watch(run.frame())
+        if _due(step, recipe.save_every, last):
+            run.save(step + 1)
+    accelerator.wait_for_everyone()
+    return run.frame()
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and (step + 1) % every == 0)
+
+
+def _update(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: TextData,
+    recipe: Recipe,
+    step: int,
+) -> float:
+    """One update; the mean loss over every term of its rows, on all processes."""
+    rows = rows_of_step(step, recipe.rows, len(data), recipe.seed)
+    mine = rows[accelerator.process_index :: accelerator.num_processes]
+    size = len(mine) // recipe.accumulate
+    parts = [data.batch(mine[i : i + size]) for i in range(0, len(mine), size)]
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of terms
+    # Not the accelerator's own setting: that is fixed for a whole process, and a notebook trains
+    # several drafts in one.
+    half = recipe.precision == "bf16"
+    autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=half)
+    optimizer.zero_grad()
+    for number, batch in enumerate(parts):
+        final = number == len(parts) - 1  # gradients are exchanged once
+        with nullcontext() if final else accelerator.no_sync(model), autocast:
+            loss, count = model(batch.to(accelerator.device), step)
+        accelerator.backward(loss)
+        total += torch.stack([loss.detach().double(), count.double()]).cpu()
+    total = accelerator.reduce(total.to(accelerator.device), "sum").cpu()
+    # Losses were summed; the processes' gradients are averaged. So that the update follows the
+    # mean over all terms, however the rows were dealt out:
+    scale = accelerator.num_processes / max(float(total[1]), 1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(scale)
+    accelerator.clip_grad_norm_(model.parameters(), recipe.clip)
+    optimizer.step()
+    return float(total[0] / total[1].clamp(min=1))
+
+
+@torch.no_grad()
+def validate(learner: Learner, data: TextData, rows: int = 8) -> dict[str, float]:
+    """tau and n-alpha of the draft on held-out greedy answers: see ``acceptance``."""
+    learner.eval()
+    device = next(learner.parameters()).device
+    hits, valid = [], []
+    for begin in range(0, len(data), rows):
+        batch = data.batch(range(begin, min(begin + rows, len(data)))).to(device)
+        h, v = learner.hits(batch)
+        hits.append(h.flatten(1).cpu())
+        valid.append(v.flatten().cpu())
+    learner.train()
+    return acceptance(torch.cat(hits, 1), torch.cat(valid))
+
+
+class _Log:
+    """The log and the checkpoints of a run, in one folder."""
+
+    def __init__(self, folder: Path, recipe: Recipe, accelerator: Accelerator) -> None:
+        self.folder, self.recipe, self.accelerator = folder, recipe, accelerator
+        self.rows: list[dict[str, float]] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def frame(self) -> pd.DataFrame:
+        return pd.DataFrame(self.rows)
+
+    def add(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+        if self.accelerator.is_main_process:
+            # A row may bring new columns: the file is small and written whole.
+            _write(self.folder / "log.csv", self.frame().to_csv(index=False))
+
+    def save(self, done: int) -> None:
+        """A checkpoint after ``done`` updates, whole or not at all; the one before it goes."""
+        self.accelerator.wait_for_everyone()
+        place = self.folder / f"checkpoint-{done}"
+        part = self.folder / "checkpoint.part"
+        if self.accelerator.is_main_process:
+            shutil.rmtree(part, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        logging.getLogger("accelerate.utils.other").setLevel("ERROR")  # tied weights are meant
+        self.accelerator.save_state(str(part), safe_serialization=True)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            facts = {"done": done, "recipe": asdict(self.recipe), "log": self.rows}
+            _write(part / "facts.json", json.dumps(facts))
+            shutil.rmtree(place, ignore_errors=True)
+            os.replace(part, place)
+            for other in self._checkpoints():
+                if other != place:
+                    shutil.rmtree(other)
+        self.accelerator.wait_for_everyone()
+
+    def _checkpoints(self) -> list[Path]:
+        found = self.folder.glob("checkpoint-*")
+        return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+    def resume(self) -> int:
+        """Takes up the last checkpoint, if there is one; the number of updates already done."""
+        found = self._checkpoints()
+        if not found:
+            return 0
+        facts = json.loads((found[-1] / "facts.json").read_text())
+        recipe = json.loads(json.dumps(asdict(self.recipe)))
+        if facts["recipe"] != recipe:
+            differing = [k for k in recipe if facts["recipe"].get(k) != recipe[k]]
+            raise ValueError(
+                f"{self.folder} holds a run with another recipe ({', '.join(differing)} differ): "
+                "choose another folder, or take that one away"
+            )
+        self.accelerator.load_state(str(found[-1]))
+        self.rows = facts["log"]
+        return int(facts["done"])
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(text)
+    os.replace(temporary, path)

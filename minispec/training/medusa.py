@@ -1,0 +1,90 @@
+"""How Medusa's heads learn (Medusa-1: the target is frozen; arXiv 2401.10774, section 2.2.1).
+
+    loss = sum_k 0.8^k CE(p^(k)_t, y_{t+2+k})
+
+with y the text's own token (the paper) or, as the default here, the target's whole law at that
+place: the text is one draw from it, so the law says the same with less noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..drafters.medusa import MedusaHeads
+from ..models import LanguageModel
+from .data import Batch
+from .fit import Learner
+
+DECAY = 0.8
+
+
+class MedusaLearner(Learner):
+    """Trains ``heads`` on the target's features; labels: "soft" (its law) or "hard" (its text)."""
+
+    rows: Tensor
+    known: Tensor
+
+    def __init__(self, heads: MedusaHeads, target: LanguageModel, labels: str = "soft") -> None:
+        super().__init__()
+        if labels not in ("soft", "hard"):
+            raise ValueError(f"labels must be 'soft' or 'hard', not {labels!r}")
+        self.heads, self.labels = heads, labels
+        weight = target.model.get_output_embeddings().weight.detach()
+        ids = heads.token_map if heads.token_map is not None else torch.arange(len(weight))
+        known = torch.full((target.vocab_size,), -1)  # target id -> place in the token map
+        known[ids] = torch.arange(len(ids))
+        self.register_buffer("rows", weight[ids].float(), persistent=False)  # [V_d, H]
+        self.register_buffer("known", known, persistent=False)
+
+    def forward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        total = self.rows.new_zeros(())
+        count = self.rows.new_zeros(())
+        hidden = batch.hidden.to(self.rows.dtype)
+        # The law for token t+1 at each t; head k learns what stands k+1 places on.
+        for k, head in enumerate(self.heads):
+            learn = batch.has_ahead(2 + k) & batch.ahead(batch.answer, 2 + k)
+            label = self.known[batch.ahead(batch.tokens, 2 + k)]
+            learn = learn & (label >= 0)
+            logits = head(hidden[learn])  # [M, H] or [M, V_d]
+            logits = logits if self.heads.vocab_size else F.linear(logits, self.rows)
+            if self.labels == "hard":
+                loss = F.cross_entropy(logits.float(), label[learn], reduction="sum")
+            else:
+                with torch.no_grad():
+                    law = F.linear(batch.ahead(hidden, 1 + k)[learn], self.rows).float().softmax(-1)
+                loss = F.cross_entropy(logits.float(), law, reduction="sum")
+            total = total + DECAY**k * loss
+            count = count + learn.sum()
+        return total, count
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        ranks = self.ranks(batch, 1)
+        # Drafts hang on token t+1; head 0 guesses t+2.
+        valid = batch.has_ahead(2) & batch.ahead(batch.greedy, 2)
+        return ranks == 0, valid
+
+    @torch.no_grad()
+    def ranks(self, batch: Batch, most: int = 10) -> Tensor:
+        """[heads, R, T] at which rank each head held the text's token; ``most``: not among them."""
+        found = []
+        hidden = batch.hidden.to(self.rows.dtype)
+        for k, head in enumerate(self.heads):
+            label = self.known[batch.ahead(batch.tokens, 2 + k)]
+            inside = batch.has_ahead(2 + k) & (label >= 0)
+            logits = head(hidden[inside])
+            logits = logits if self.heads.vocab_size else F.linear(logits, self.rows)
+            best = logits.topk(most, -1).indices == label[inside].unsqueeze(-1)  # [M, most]
+            rank = torch.where(best.any(-1), best.long().argmax(-1), most)
+            full = torch.full(label.shape, most, device=label.device)
+            found.append(full.masked_scatter(inside, rank))
+        return torch.stack(found)
+
+    def save(self, folder: Path) -> None:
+        from ..checkpoints import save_medusa
+
+        save_medusa(self.heads, folder)

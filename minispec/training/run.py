@@ -1,0 +1,131 @@
+"""From a corpus to a head that can be shipped: texts, features, the loop, the file, its card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..checkpoints import save_draft, save_medusa
+from ..demo import data_dir
+from ..drafters.medusa import MedusaHeads
+from ..fetch import sha256
+from ..models import LanguageModel
+from .corpus import Text, load_batch
+from .data import TextData, cache_features, held_out
+from .distil import DraftLearner, frequent_tokens, new_draft
+from .fit import Learner, Recipe, fit
+from .medusa import MedusaLearner
+
+LARGEST = 12 * 2**20  # bytes of a shipped head's weights
+
+
+def load_corpus(path: Path | None = None) -> tuple[list[Text], str]:
+    """The texts of a packed corpus, the project's own by default, and its name for a card."""
+    path = path or data_dir() / "corpus" / "smollm2.npz"
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no corpus {path}: see minispec corpus write")
+    return load_batch(path), f"{path.name}, sha256 {sha256(path)}"
+
+
+def target_facts(target: LanguageModel) -> dict[str, str]:
+    """The target's name and the hash of its weights, for a card."""
+    found = {"target": str(target.config.name_or_path or type(target.model).__name__)}
+    weights = Path(found["target"]) / "model.safetensors"
+    if weights.is_file():
+        found = {"target": weights.parent.name, "target sha256": sha256(weights)}
+    return found
+
+
+def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
+    """For training and for validation."""
+    out = [held_out(t) for t in texts]
+    learn = [t for t, held in zip(texts, out, strict=True) if not held]
+    return learn, [t for t, held in zip(texts, out, strict=True) if held]
+
+
+def data_of(
+    target: LanguageModel,
+    texts: Sequence[Text],
+    *,
+    width: int = 640,
+    taps: Sequence[int] = (),
+    features: Path | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> tuple[TextData, TextData]:
+    """Training and validation data; features: a folder to keep the target's features in."""
+    found = []
+    for name, part in zip(("train", "validation"), split(texts), strict=True):
+        folder = None if features is None else features / name
+        if folder is not None:
+            cache_features(target, part, folder, width=width, taps=taps, tell=tell)
+        found.append(TextData(part, target, width=width, taps=taps, features=folder))
+    return found[0], found[1]
+
+
+def medusa_learner(
+    target: LanguageModel,
+    texts: Sequence[Text],
+    *,
+    num_heads: int = 4,
+    num_layers: int = 1,
+    vocab: int = 8192,
+    labels: str = "soft",
+) -> MedusaLearner:
+    """Heads that share the target's LM head over the ``vocab`` most frequent tokens."""
+    width = target.model.get_output_embeddings().weight.shape[1]
+    ids = frequent_tokens(texts, vocab, target.eos_ids)
+    heads = MedusaHeads(width, num_heads, num_layers, token_map=ids)
+    return MedusaLearner(heads, target, labels)
+
+
+def draft_learner(
+    target: LanguageModel,
+    texts: Sequence[Text],
+    *,
+    vocab: int = 8192,
+    width: int = 256,
+    layers: int = 4,
+    loss: str = "forward kl",
+    seed: int = 0,
+) -> DraftLearner:
+    """A small Llama over the ``vocab`` most frequent tokens, distilled from the target."""
+    ids = frequent_tokens(texts, vocab, target.eos_ids)
+    draft = new_draft(target, ids, width=width, layers=layers, seed=seed)
+    return DraftLearner(draft, target, loss)
+
+
+def train(
+    learner: Learner,
+    data: tuple[TextData, TextData],
+    recipe: Recipe,
+    work: Path,
+    out: Path,
+    facts: dict[str, Any],
+    *,
+    watch: Callable[[pd.DataFrame], None] | None = None,
+    cpu: bool = False,
+) -> pd.DataFrame:
+    """Trains in ``work`` (checkpoints, log), then writes the draft and its card to ``out``.
+
+    facts: what the card says beside the recipe and the validation: the target, its hash, the
+    corpus.
+    """
+    log = fit(learner, data[0], recipe, work, validation=data[1], watch=watch, cpu=cpu)
+    learner.eval()
+    if isinstance(learner, MedusaLearner):
+        save_medusa(learner.heads, out)
+    elif isinstance(learner, DraftLearner):
+        save_draft(learner.draft, out)
+    last = log.dropna().iloc[-1]
+    card = dict(facts)
+    card["training tokens"], card["recipe"] = data[0].tokens, asdict(recipe)
+    card["validation"] = {
+        name: round(float(last[name]), 4) for name in log.columns if name not in ("step", "lr")
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=2, default=str) + "\n")
+    return log
