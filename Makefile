@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-quick lab lint lock clean
+.PHONY: demo test test-quick guard lab lint lock clean
 
 demo: $(READY)
 	$(BIN)/minispec demo
@@ -14,6 +14,10 @@ test: $(READY)  ## the whole suite and every notebook from a clean kernel
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/nbval.cfg \
 		--nbval-cell-timeout=300 notebooks
+	$(MAKE) guard
+
+guard: $(READY)  ## ratios of speed with wide bounds; last, with nothing else running
+	$(BIN)/python -m pytest benchmarks
 
 test-quick: $(READY)  ## tiny models only, no notebooks
 	$(BIN)/python -m pytest -m "not slow"

@@ -5,10 +5,12 @@ import warnings
 # Importing transformers in a notebook without ipywidgets warns about progress bars, each time.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-from .drafters import Drafter, DraftModel, EarlyExit, Oracle, PromptLookup
+from .costs import CostModel, measure_roofline, pass_cost, time_pass
+from .drafters import Drafter, DraftModel, EarlyExit, Oracle, PromptLookup, TreeDraft
 from .generate import Generation, generate, stream
 from .models import LanguageModel, ModelLoadError, UnsupportedModelError, load_target
 from .sampling import Sampling
+from .shapes import Shape
 from .show import Piece
 from .trace import Trace
 from .tree import TokenTree
@@ -16,6 +18,7 @@ from .tree import TokenTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "CostModel",
     "DraftModel",
     "Drafter",
     "EarlyExit",
@@ -26,10 +29,15 @@ __all__ = [
     "Piece",
     "PromptLookup",
     "Sampling",
+    "Shape",
     "TokenTree",
     "Trace",
+    "TreeDraft",
     "UnsupportedModelError",
     "generate",
     "load_target",
+    "measure_roofline",
+    "pass_cost",
     "stream",
+    "time_pass",
 ]

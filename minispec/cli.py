@@ -1,14 +1,19 @@
-"""The command line: minispec demo | generate | fetch | exactness."""
+"""The command line: minispec demo | generate | bench | corpus | train | fetch | exactness."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from .training.cli import corpus_app, train
 
 app = typer.Typer(
     help="Speculative decoding, compact, exact and readable.",
@@ -16,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(corpus_app, name="corpus")
+app.command()(train)
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
@@ -129,6 +136,105 @@ def demo(
     except (ValueError, OSError) as error:
         raise fail(error) from error
     out.print(f"[dim]{machine()}[/]")
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="smollm2, a hub id, or a folder.")] = "smollm2",
+    draft_model: Annotated[str | None, typer.Option(help="A smaller model of the tokens.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names, comma between; default all.")] = None,
+    split: Annotated[str, typer.Option(help="dev, test or all prompts.")] = "test",
+    kind: Annotated[list[str] | None, typer.Option(help="A kind of prompt; repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each kind.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="Repeatable; default 0.")] = None,
+    batch: Annotated[int, typer.Option(help="Prompts of a kind at once, 1 to 16 or so.")] = 1,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Default 128, quick 24.")] = None,
+    peers: Annotated[bool, typer.Option(help="transformers' own methods beside ours.")] = True,
+    repeats: Annotated[int, typer.Option(help="Turns a prompt, medians of times.")] = 1,
+    judge: Annotated[bool, typer.Option(help="Near-tie or fault, where texts part?")] = False,
+    quick: Annotated[bool, typer.Option(help="Two prompts of each kind, 24 tokens.")] = False,
+    threads: Annotated[int | None, typer.Option(help="torch's threads.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float32, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    seed: Annotated[int, typer.Option()] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Everything measured.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A folder for figures.")] = None,
+    synthetic: Annotated[
+        str | None, typer.Option(help="llama-8b, ...: a GPU's passes by random weights instead.")
+    ] = None,
+) -> None:
+    """Every method on the same prompts, in turn: ratios to plain with intervals, and peers."""
+    import torch
+
+    from . import bench as side_by_side
+    from .models import load_target
+
+    if synthetic is not None:
+        return _bench_synthetic(synthetic, device, seed, json_file)
+    before = torch.get_num_threads()
+    try:
+        if quick:
+            limit = 2 if limit is None else limit
+            max_new_tokens = 24 if max_new_tokens is None else max_new_tokens
+        temperatures = temperature or [0.0]
+        prompts = side_by_side.pick_prompts(split, kind or (), limit)
+        side_by_side.check_options(
+            prompts,
+            temperatures,
+            batch=batch,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            threads=threads,
+        )
+        there = side_by_side.names(draft_model is not None)
+        chosen = side_by_side.choose(there, methods.split(",")) if methods else there
+        side_by_side.check_outputs(json_file, png)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        target = load_target(model, dtype=dtype, device=device)
+        draft = load_target(draft_model, dtype=dtype, device=device) if draft_model else None
+        ways = [m for m in side_by_side.methods(target, draft) if m.name in chosen]
+        with err.status("...") as status:
+            result = side_by_side.run_bench(
+                target,
+                side_by_side.with_peers(ways) if peers else ways,
+                prompts,
+                temperatures=temperatures,
+                batch=batch,
+                max_new_tokens=max_new_tokens or 128,
+                seed=seed,
+                repeats=repeats,
+                judge=judge,
+                progress=lambda step: status.update(escape(step)),
+            )
+        result.facts["command"] = shlex.join(["minispec", *sys.argv[1:]])
+        if json_file is not None:
+            err.print(f"[dim]{escape(str(result.to_json(json_file)))}[/]")
+        Console(highlight=False, width=max(100, out.width)).print(result)
+        for path in result.figures(png) if png is not None else ():
+            err.print(f"[dim]{escape(str(path))}[/]")
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
+        raise fail(error) from error
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bench_synthetic(name: str, device: str, seed: int, json_file: Path | None) -> None:
+    """``bench --synthetic``: the other options are for models that have something to say."""
+    from .bench import check_outputs
+    from .synthetic import run_synthetic
+
+    try:
+        check_outputs(json_file, None)
+        with err.status("...") as status:
+            result = run_synthetic(
+                name, device, seed=seed, progress=lambda step: status.update(escape(step))
+            )
+        if json_file is not None:
+            err.print(f"[dim]{escape(str(result.to_json(json_file)))}[/]")
+        out.print(result)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise fail(error) from error
 
 
 @app.command()

@@ -438,11 +438,11 @@ def speedup_map(
     passes = model.overhead(k) - k * model.c  # [K] a round without its drafting, in plain steps
     best = np.stack([(tau / (passes + k * each)).max(1) for each in c], axis=1)  # [α, c]
     levels = [1.01, 1.25, 1.5, 2, 3, 4, 6]
+    ax.set(xscale="log", xlim=(c[0], 1), ylim=(0, 1))  # before the labels find their places
     ax.contourf(c, alpha, best, levels, cmap="Blues", alpha=0.55, extend="max")
     lines = ax.contour(c, alpha, best, levels, colors="#555555", linewidths=0.8)
     ax.clabel(lines, fmt=lambda level: f"{level:.3g}×" if level > 1.1 else "1×", fontsize=9)
     for name, x, y, shade in points:
         ax.plot(max(x, c[0]), y, "o", color=shade, markersize=8, label=name, clip_on=False)
-    ax.set(xscale="log", xlim=(c[0], 1), ylim=(0, 1))
     ax.xaxis.set_major_formatter("{x:g}")
     return label(ax, title, "c (draft step / plain step)", "acceptance probability α")

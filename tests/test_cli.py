@@ -103,3 +103,56 @@ def test_output_shows_itself_in_notebook_and_terminal(folder):
     console = Console(record=True, width=200)
     console.print(out)
     assert out.text[0] in console.export_text()
+
+
+BENCH = ["--limit", "1", "--kind", "mathematics", "--max-new-tokens", "3", "--dtype", "float32"]
+
+
+@pytest.fixture
+def small_methods(monkeypatch):
+    from minispec import bench
+
+    found = {"plain": None, "prompt lookup": ms.PromptLookup(3), "early exit": ms.EarlyExit(9)}
+    monkeypatch.setattr(bench, "all_methods", lambda: found)
+    prompts = [demo.Prompt(f"m{i}", "mathematics", "test", f"w{i} w7 w8 w7") for i in range(5)]
+    monkeypatch.setattr(bench, "load_prompts", lambda split: prompts)
+
+
+def test_bench_measures_keeps_and_draws(folder, small_methods, tmp_path):
+    kept, figures = tmp_path / "bench.json", tmp_path / "png"
+    options = ["--model", folder, "--json", str(kept), "--png", str(figures), "--threads", "1"]
+    result = run("bench", *options, *BENCH, "--limit", "3")
+    assert result.exit_code == 0, result.output
+    assert "prompt lookup" in result.stdout
+    assert "early exit at temperature 0 failed on 3 of 3 calls" in " ".join(result.stdout.split())
+    assert "…" not in result.stdout  # also where the output is no terminal
+    found = json.loads(kept.read_text())
+    assert found["facts"]["threads"] == 1
+    assert len(found["rows"]) == 3 * (3 + 3)  # prompts; methods, and as many peers
+    assert len(list(figures.glob("*.png"))) == 3
+    short = run("bench", "--model", folder, *BENCH, "--methods", "prompt-lookup", "--no-peers")
+    assert "early exit" not in short.stdout
+    assert "transformers" not in short.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--split", "train"], "split must be dev, test or all"),
+        (["--kind", "poetry"], "no kind 'poetry': there are mathematics"),
+        (["--limit", "0"], "limit must be at least 1"),
+        (["--batch", "0"], "batch must be"),
+        (["--threads", "0"], "threads must be"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--methods", "magic"], "no method 'magic': there are plain, prompt lookup"),
+        (["--json", "no/such/folder/bench.json"], "there is no folder 'no/such/folder'"),
+        (["--json", "."], "is a folder"),
+    ],
+)
+def test_bench_refuses_before_it_loads_anything(small_methods, arguments, message):
+    result = run("bench", "--model", "no/such/model", *arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert "cannot load" not in result.stderr
+    assert "Traceback" not in result.output

@@ -1,0 +1,95 @@
+"""A guard against growing slow: ratios in one process, with bounds that no noise reaches.
+
+    make guard
+
+Every method runs on the same prompts in turn, so that whatever else the machine does hits all
+alike; what is judged is the median over the turns. Absolute times are judged nowhere.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import minispec as ms
+from minispec.bench import BenchResult, Method, run_bench
+from minispec.bench_report import OURS, THEIRS
+from minispec.demo import Prompt
+
+REPEATS, NEW = 5, 24
+PASSAGE = (
+    "The harbour master keeps a red book. In the red book she writes the name of every ship, the "
+    "day it came, and the weight of what it carried. At noon the harbour master closes the book."
+)
+PROMPTS = [
+    Prompt("story", "free", "", "Tell me a story about the sea."),
+    Prompt("copy", "repetitive", "", f"Repeat this text word for word.\n\n{PASSAGE}"),
+]
+
+
+class Lazy(ms.Drafter):
+    """Drafts nothing and wastes as much time as a plain step takes: what the guard must catch."""
+
+    pause = 0.0  # seconds
+
+    def propose(self, rows: Any) -> ms.TokenTree:
+        time.sleep(self.pause)
+        return ms.TokenTree.empty(rows.batch, rows.tokens.device)
+
+
+@cache
+def result() -> BenchResult:
+    target = ms.load_target("smollm2", device="cpu")
+    warm = ms.generate(target, PROMPTS[0].chat(), max_new_tokens=8).trace
+    lazy = Lazy()
+    lazy.pause = warm.rounds_s / len(warm.rounds)
+    ways = [
+        Method("plain"),
+        Method("plain", engine=THEIRS),
+        Method("prompt lookup", ms.PromptLookup(8)),
+        Method("oracle", ms.Oracle(0.8, 6)),
+        Method("lazy", lazy),
+    ]
+    return run_bench(target, ways, PROMPTS, max_new_tokens=NEW, repeats=REPEATS)
+
+
+def times_as_fast(one: str, other: str, time: str, tokens: str, kind: str | None = None) -> float:
+    """Median over the turns: how many times as fast a token is by ``one`` as by ``other``."""
+    frame = result().frame
+    assert (frame["error"] == "").all(), frame["error"].unique()
+    if kind:
+        frame = frame[frame["kind"] == kind]
+    who = frame["engine"] + " " + frame["method"]
+    pace = (frame[time] / frame[tokens]).groupby([who, frame["unit"], frame["repeat"]]).first()
+    ratios: pd.Series = pace[other] / pace[one]
+    print(f"{one} / {other}: {ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})")
+    return float(ratios.median())
+
+
+def test_plain_decoding_is_not_slower_than_transformers() -> None:
+    ratio = times_as_fast(f"{OURS} plain", f"{THEIRS} plain", "whole_s", "tokens")
+    assert ratio > 1 / 1.25
+
+
+def test_the_bound_catches_a_loop_that_takes_twice_as_long() -> None:
+    assert times_as_fast(f"{OURS} lazy", f"{THEIRS} plain", "whole_s", "tokens") < 1 / 1.25
+
+
+def test_a_good_drafter_that_costs_nothing_wins() -> None:
+    assert times_as_fast(f"{OURS} oracle", f"{OURS} plain", "rounds_s", "emitted") > 1.5
+
+
+def test_lookup_wins_where_the_answer_repeats_the_prompt() -> None:
+    names = f"{OURS} prompt lookup", f"{OURS} plain"
+    assert times_as_fast(*names, "rounds_s", "emitted", "repetitive") > 1.5
+
+
+@pytest.mark.parametrize("method", ["prompt lookup", "oracle", "lazy"])
+def test_the_guard_measured_what_it_meant_to(method: str) -> None:
+    """Every turn is there: a median over nothing would pass nothing on."""
+    frame = result().frame
+    assert len(frame[frame["method"] == method]) == REPEATS * len(PROMPTS)
