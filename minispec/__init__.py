@@ -5,8 +5,19 @@ import warnings
 # Importing transformers in a notebook without ipywidgets warns about progress bars, each time.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
+from .checkpoints import CheckpointError, load_eagle, load_medusa
 from .costs import CostModel, measure_roofline, pass_cost, time_pass
-from .drafters import Drafter, DraftModel, EarlyExit, Oracle, PromptLookup, TreeDraft
+from .drafters import (
+    Drafter,
+    DraftModel,
+    Eagle,
+    EarlyExit,
+    Grow,
+    Medusa,
+    Oracle,
+    PromptLookup,
+    TreeDraft,
+)
 from .generate import Generation, generate, stream
 from .models import LanguageModel, ModelLoadError, UnsupportedModelError, load_target
 from .sampling import Sampling
@@ -18,12 +29,16 @@ from .tree import TokenTree
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CostModel",
     "DraftModel",
     "Drafter",
+    "Eagle",
     "EarlyExit",
     "Generation",
+    "Grow",
     "LanguageModel",
+    "Medusa",
     "ModelLoadError",
     "Oracle",
     "Piece",
@@ -35,6 +50,8 @@ __all__ = [
     "TreeDraft",
     "UnsupportedModelError",
     "generate",
+    "load_eagle",
+    "load_medusa",
     "load_target",
     "measure_roofline",
     "pass_cost",

@@ -23,7 +23,7 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
-from .drafters import DraftModel, EarlyExit, Oracle, PromptLookup, TreeDraft
+from .drafters import DraftModel, Eagle, EarlyExit, Medusa, Oracle, PromptLookup, TreeDraft
 from .drafters.base import Drafter, Kept, Rows
 from .models import CHUNK as PREFILL_CHUNK
 from .models import LanguageModel, is_whole
@@ -35,7 +35,7 @@ from .verify import VERIFIERS, Verdict, Verifier
 
 FINISH = ("running", "eos", "length", "context", "stop")
 # Tested: one look a call into their trees is enough.
-OWN_DRAFTERS = (DraftModel, TreeDraft, EarlyExit, Oracle, PromptLookup)
+OWN_DRAFTERS = (DraftModel, TreeDraft, EarlyExit, Medusa, Eagle, Oracle, PromptLookup)
 
 REFUSED = {
     "repetition_penalty": "inside a verified window every position would need its own prefix",
@@ -445,7 +445,7 @@ def _refuse(
     if not isinstance(target, LanguageModel):
         raise TypeError("target must come from load_target()")
     if drafter is not None and not isinstance(drafter, Drafter):
-        known = "DraftModel, TreeDraft, PromptLookup, EarlyExit, Oracle"
+        known = "DraftModel, TreeDraft, Medusa, Eagle, PromptLookup, EarlyExit, Oracle"
         raise TypeError(f"drafter must be a Drafter ({known}, or your own), not {drafter!r}")
     if not is_whole(max_new_tokens):
         raise TypeError(f"max_new_tokens must be a whole number, not {max_new_tokens!r}")

@@ -29,6 +29,7 @@ from minispec.training.corpus import (
 )
 from minispec.training.data import TextData, cache_features, held_out, pack
 from minispec.training.distil import DraftLearner, frequent_tokens, new_draft
+from minispec.training.eagle import EagleLearner
 from minispec.training.fit import Recipe, acceptance, fit, rows_of_step, run_lengths
 from minispec.training.medusa import MedusaLearner
 
@@ -466,3 +467,139 @@ def test_the_committed_corpus_is_what_its_card_says():
     assert {t.kind for t in texts} == set(KINDS)
     keys = [(tuple(t.prompt), t.temperature) for t in texts]
     assert len(set(keys)) == len(keys), "duplicates"
+
+
+# EAGLE.
+
+
+def eagle_head(version: int):
+    from test_eagle import random_head
+
+    return random_head(version, seed=3, taps=(0, 1, 2) if version == 3 else ()).float()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_unrolled_head_drafts_as_the_drafter_does(learner_target, version):
+    """Training-time test against the obvious: from every place, step by step with a cache."""
+    head = eagle_head(version)
+    texts = some_texts(3)
+    taps = head.config.taps
+    batch = TextData(texts, learner_target, width=80, taps=taps).batch([0])
+    learner = EagleLearner(head, learner_target)
+    with torch.no_grad():
+        outs = learner.unroll(batch, batch.hidden, 4)
+        feature = head.first(batch.hidden, batch.taps)
+        embed = learner_target.model.get_input_embeddings().weight
+        for n in range(int(batch.text.max()) + 1):
+            here = (batch.text[0] == n).nonzero().flatten()
+            begin, end = int(here[0]), int(here[-1]) + 1
+            for t in range(begin, end - 1):
+                cache = head.new_cache(1, 100)
+                state = None
+                for i in range(4):
+                    if t + 1 + i >= end:
+                        break
+                    num = t - begin + 1 if i == 0 else 1
+                    if i == 0:  # the true pairs up to t
+                        tokens = batch.tokens[:, begin + 1 : t + 2]
+                        given = feature[:, begin : t + 1]
+                    else:
+                        tokens, given = batch.tokens[:, t + 1 + i : t + 2 + i], state
+                    cache.begin(num)
+                    steps = torch.arange(num)[None]
+                    mask = cache.mask(steps, torch.ones(1, num, num).tril().bool(), torch.float32)
+                    position = cache.lengths[:, None] + steps
+                    out = head.step(embed[tokens], given, position, mask, cache)
+                    cache.advance(num)
+                    state = out[:, -1:]
+                    torch.testing.assert_close(outs[i][0, t], state[0, 0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_eagle_loss_by_hand(learner_target, version):
+    head = eagle_head(version)
+    texts = some_texts(3)
+    batch = TextData(texts, learner_target, width=80, taps=head.config.taps).batch([0])
+    learner = EagleLearner(head, learner_target, steps=1 if version == 1 else 3, noise=0.0)
+    with torch.no_grad():
+        total, count = learner(batch, 0)
+        outs = learner.unroll(batch, batch.hidden, learner.steps)
+        by_hand, terms = 0.0, 0
+        for i, out in enumerate(outs):
+            for t in range(80 - 2 - i):
+                if batch.text[0, t] < 0 or batch.text[0, t] != batch.text[0, t + 2 + i]:
+                    continue
+                f = batch.hidden[0, t + 1 + i]
+                law = learner_target.model.lm_head(f).softmax(-1)
+                log_q = head.logits(out[0, t], learner.rows).log_softmax(-1)
+                term = -(law * log_q).sum()
+                if version == 1:
+                    gap = (out[0, t] - f).abs()
+                    smooth = torch.where(gap < 1, 0.5 * gap**2, gap - 0.5).mean()
+                    term = smooth + 0.1 * term
+                by_hand += 0.8**i * float(term)
+                terms += 1
+    assert int(count) == terms
+    assert float(total) == pytest.approx(by_hand, rel=1e-4)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_eagle_heads_learn_and_draft_what_validation_says(learner_target, tmp_path, version):
+    """tau in validation is the tau of real greedy decoding of the same texts."""
+    from minispec.drafters.eagle import Eagle
+    from minispec.shapes import chain
+
+    head = eagle_head(version)
+    texts = [t for t in some_texts(60) if t.temperature == 0]
+    data = TextData(texts, learner_target, width=80, taps=head.config.taps)
+    learner = EagleLearner(head, learner_target, measured=3)
+    recipe = Recipe(steps=60, rows=4, lr=1e-2)
+    log = fit(learner, data, recipe, tmp_path, validation=data, cpu=True)
+    assert log["loss"].tail(5).mean() < 0.95 * log["loss"].head(5).mean()
+    rigged = Eagle(head.eval(), chain(3))
+    prompts = [t.prompt for t in texts]
+    out = ms.generate(learner_target, prompts, rigged, max_new_tokens=20, eos=())
+    assert [t.tolist() for t in out.tokens] == [t.answer for t in texts]
+    assert out.trace.n_alpha[0] == pytest.approx(float(log["alpha_1"].iloc[-1]), abs=0.15)
+
+
+# The commands.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "draft", "--out", "x", "--corpus", "no/such.npz"], "there is no corpus"),
+        (["corpus", "write", "--out", "x", "--worker", "2/2"], "worker is I/N"),
+        (["corpus", "write", "--out", "x", "--batches", "0"], "at least 1"),
+        (["corpus", "write", "--out", "x", "--model", "no/such/model"], "cannot load"),
+    ],
+)
+def test_commands_refuse_with_one_line(arguments, message, tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from minispec.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert not list(tmp_path.iterdir()), "work began"
+
+
+def test_train_writes_a_draft_that_loads_and_a_card(learner_target, tmp_path):
+    from minispec.training.run import data_of, draft_learner, train
+
+    texts = [Text("x", t.temperature, [*t.prompt, i % 7], t.answer)
+             for i, t in enumerate(some_texts(60) * 3)]  # fmt: skip
+    learner = draft_learner(learner_target, texts, vocab=40, width=16, layers=1)
+    data = data_of(learner_target, texts, width=64)
+    recipe = Recipe(steps=3, rows=2, validate_every=1)
+    train(learner, data, recipe, tmp_path / "work", tmp_path / "out", {"kind": "draft"}, cpu=True)
+    card = json.loads((tmp_path / "out" / "card.json").read_text())
+    assert card["recipe"]["steps"] == 3
+    assert card["validation"]["tau"] >= 1
+    draft = ms.load_target(tmp_path / "out", dtype=torch.float32)
+    out = ms.generate(learner_target, prompts_of(4), ms.DraftModel(draft, 3), max_new_tokens=8)
+    plain = ms.generate(learner_target, prompts_of(4), max_new_tokens=8)
+    assert out.tokens[0].tolist() == plain.tokens[0].tolist()

@@ -3,8 +3,24 @@
 from .base import Drafter, Rows
 from .draft_model import DraftModel
 from .draft_tree import TreeDraft
+from .eagle import Eagle, EagleConfig, EagleHead, Grow
 from .early_exit import EarlyExit
 from .lookup import PromptLookup
+from .medusa import Medusa, MedusaHeads
 from .oracle import Oracle
 
-__all__ = ["DraftModel", "Drafter", "EarlyExit", "Oracle", "PromptLookup", "Rows", "TreeDraft"]
+__all__ = [
+    "DraftModel",
+    "Drafter",
+    "Eagle",
+    "EagleConfig",
+    "EagleHead",
+    "EarlyExit",
+    "Grow",
+    "Medusa",
+    "MedusaHeads",
+    "Oracle",
+    "PromptLookup",
+    "Rows",
+    "TreeDraft",
+]

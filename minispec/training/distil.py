@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoints import save_draft
 from ..models import LanguageModel, load_target, new_llama
 from .corpus import Text
 from .data import Batch
@@ -137,6 +138,4 @@ class DraftLearner(Learner):
         return hits[: self.steps], batch.has_ahead(1) & batch.ahead(batch.greedy, 1)
 
     def save(self, folder: Path) -> None:
-        from ..checkpoints import save_draft
-
         save_draft(self.draft, folder)

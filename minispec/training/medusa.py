@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoints import save_medusa
 from ..drafters.medusa import MedusaHeads
 from ..models import LanguageModel
 from .data import Batch
@@ -85,6 +86,4 @@ class MedusaLearner(Learner):
         return torch.stack(found)
 
     def save(self, folder: Path) -> None:
-        from ..checkpoints import save_medusa
-
         save_medusa(self.heads, folder)

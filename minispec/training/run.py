@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from ..checkpoints import save_draft, save_medusa
 from ..demo import data_dir
 from ..drafters.medusa import MedusaHeads
 from ..fetch import sha256
@@ -117,10 +116,7 @@ def train(
     """
     log = fit(learner, data[0], recipe, work, validation=data[1], watch=watch, cpu=cpu)
     learner.eval()
-    if isinstance(learner, MedusaLearner):
-        save_medusa(learner.heads, out)
-    elif isinstance(learner, DraftLearner):
-        save_draft(learner.draft, out)
+    learner.save(out)
     last = log.dropna().iloc[-1]
     card = dict(facts)
     card["training tokens"], card["recipe"] = data[0].tokens, asdict(recipe)

@@ -1,0 +1,437 @@
+"""One layer on the target's features drafts the next feature, and so on (EAGLE, EAGLE-2, EAGLE-3).
+
+At position t the target has a feature f_t, and then a token t+1 was chosen: the feature alone does
+not say which (arXiv 2401.15077, section 3.1). One decoder layer reads the pair,
+
+    EAGLE-1 (2401.15077)   h = FC [e(t+1) ; f_t],               h += attn(h)
+    EAGLE-3 (2503.01840)   g = FC [low ; mid ; high]_t,     h = g + attn([norm e(t+1) ; norm g])
+    both                   h += MLP(norm h)
+
+and its output stands for f_{t+1}: an LM head says token t+2 from it, and in the next step it takes
+the feature's place (f, or g without the FC). EAGLE-2 (2406.16858) is EAGLE-1's head with a tree
+that grows where the draft is confident. After a verification the accepted tokens enter once more
+with the target's true features, and what was drafted is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import KVCache, LayerShape
+from ..models import CHUNK, LanguageModel, grouped_attention
+from ..shapes import Level, Shape
+from ..tree import TokenTree
+from .base import Drafter, Kept, Rows, at_least_one
+from .draft_tree import Pick, expand, reading_plan
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """What a head is made of.
+
+    version 1: EAGLE and EAGLE-2; 3: EAGLE-3. taps: the target's layers whose inputs EAGLE-3 fuses,
+    low to high. rope_theta is the draft's own, never the target's. vocab: of what it drafts.
+    """
+
+    version: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    target_width: int
+    taps: tuple[int, ...] = ()
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+    fc_bias: bool = False
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 3):
+            raise ValueError(f"version must be 1 (EAGLE-1, -2) or 3 (EAGLE-3), not {self.version}")
+        if (self.version == 3) != bool(self.taps):
+            raise ValueError("EAGLE-3 fuses the inputs of taps; EAGLE-1 has no taps")
+        if len(set(self.taps)) != len(self.taps):
+            raise ValueError(f"taps {self.taps} name a layer twice")
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions over a KVCache, or over the sequence itself."""
+
+    def __init__(self, c: EagleConfig) -> None:
+        super().__init__()
+        self.c = c
+        wide = 2 * c.width if c.version == 3 else c.width  # EAGLE-3: embedding and feature abreast
+        self.q_proj = nn.Linear(wide, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(wide, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(wide, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=False)
+
+    def project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, n, wide], position [B, n] to q [B, heads, n, D] and k, v [B, kv_heads, n, D]."""
+        q, k, v = (
+            y.unflatten(-1, (-1, self.c.head_dim)).transpose(1, 2)
+            for y in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        cos, sin = angles(position, self.c)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def forward(
+        self, x: Tensor, position: Tensor, mask: Tensor, cache: KVCache | None = None
+    ) -> Tensor:
+        """mask [B, 1, n, S], additive."""
+        q, k, v = self.project(x, position)
+        if cache is not None:
+            k, v = cache.update(0, k, v)
+        groups = self.c.heads // self.c.kv_heads
+        out, _ = grouped_attention(self, q, k, v, mask.repeat(1, 1, groups, 1))
+        return self.o_proj(out.flatten(2))
+
+
+def angles(position: Tensor, c: EagleConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, n, D] of the rotary embedding (Su et al. 2104.09864), in fp32."""
+    even = torch.arange(0, c.head_dim, 2, device=position.device, dtype=torch.float32)
+    angle = position[:, None, :, None] * c.rope_theta ** (-even / c.head_dim)
+    angle = torch.cat([angle, angle], -1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (i, i + D/2) of x [B, heads, n, D], as Llama does."""
+    one, two = x.chunk(2, -1)
+    return (x * cos + torch.cat([-two, one], -1) * sin).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SwiGLU, as in Llama."""
+
+    def __init__(self, c: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.width, c.intermediate, bias=False)
+        self.up_proj = nn.Linear(c.width, c.intermediate, bias=False)
+        self.down_proj = nn.Linear(c.intermediate, c.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """The decoder layer. What EAGLE-1 and EAGLE-3 do differently stands in ``forward``."""
+
+    def __init__(self, c: EagleConfig) -> None:
+        super().__init__()
+        self.version = c.version
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+        self.post_attention_layernorm = nn.RMSNorm(c.width, c.eps)
+        if c.version == 3:
+            self.input_layernorm = nn.RMSNorm(c.width, c.eps)
+            self.hidden_norm = nn.RMSNorm(c.width, c.eps)
+
+    def forward(
+        self,
+        embed: Tensor,
+        feature: Tensor,
+        position: Tensor,
+        mask: Tensor,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """embed, feature [B, n, H] to [B, n, H]; EAGLE-1's ``feature`` is FC [e ; f] already."""
+        if self.version == 1:
+            x = feature  # no norm before the attention
+        else:
+            x = torch.cat([self.input_layernorm(embed), self.hidden_norm(feature)], -1)
+        h = feature + self.self_attn(x, position, mask, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class EagleHead(nn.Module):
+    """The trained part of EAGLE, EAGLE-2 and EAGLE-3.
+
+    token_map [V_d]: the target's ids that it drafts over; None: all. EAGLE-3 has an LM head of
+    its own over them; EAGLE-1 reads the target's, cut to these rows (``shared_rows``). ``embed``
+    [V, H]: token embeddings of its own, where the checkpoint has them; else the target's.
+    """
+
+    token_map: Tensor | None
+    embed: Tensor | None
+
+    def __init__(
+        self, config: EagleConfig, token_map: Tensor | None = None, embed: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        c = self.config = config
+        if token_map is not None and len(token_map) != c.vocab:
+            raise ValueError(f"token_map has {len(token_map)} ids for a vocabulary of {c.vocab}")
+        fused = len(c.taps) * c.target_width if c.version == 3 else c.width + c.target_width
+        self.fc = nn.Linear(fused, c.width, bias=c.fc_bias)
+        self.layer = Layer(c)
+        if c.version == 3:
+            self.norm = nn.RMSNorm(c.width, c.eps)
+            self.lm_head = nn.Linear(c.width, c.vocab, bias=False)
+        self.register_buffer("token_map", token_map, persistent=False)
+        self.register_buffer("embed", embed, persistent=False)
+
+    def first(self, hidden: Tensor, taps: dict[int, Tensor]) -> Tensor:
+        """The target's feature as the head takes it up: f, or g = FC [low ; mid ; high]."""
+        if self.config.version == 1:
+            return hidden
+        return self.fc(torch.cat([taps[i] for i in self.config.taps], -1))
+
+    def step(
+        self,
+        embed: Tensor,
+        feature: Tensor,
+        position: Tensor,
+        mask: Tensor,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """One step over pairs (token t+1, feature at t), both [B, n, H], at position t [B, n].
+
+        feature: ``first`` of the target's, or an earlier step's output. Returns what stands for
+        the feature at t+1, [B, n, H].
+        """
+        if self.config.version == 1:
+            feature = self.fc(torch.cat([embed, feature], -1))  # the embedding first
+        return self.layer(embed, feature, position, mask, cache)
+
+    def logits(self, feature: Tensor, shared: Tensor | None = None) -> Tensor:
+        """[..., H] to [..., V_d]. EAGLE-3 norms what it reads here, not what it feeds back."""
+        if self.config.version == 3:
+            return self.lm_head(self.norm(feature))
+        return F.linear(feature, shared)  # type: ignore[arg-type]
+
+    def shared_rows(self, target: LanguageModel) -> Tensor | None:
+        """The rows [V_d, H] of the target's LM head that EAGLE-1 reads; None for EAGLE-3."""
+        if self.config.version == 3:
+            return None
+        weight = target.model.get_output_embeddings().weight
+        return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """The draft's own cache: one layer."""
+        c, weight = self.config, self.fc.weight
+        shape = LayerShape(c.kv_heads, c.head_dim, c.head_dim, weight.dtype, weight.device)
+        return KVCache([shape], batch, capacity)
+
+
+@dataclass(frozen=True)
+class Grow:
+    """EAGLE-2's tree (2406.16858, section 4): it grows where the draft is confident.
+
+    Expand: ``depth`` times, the ``top_k`` most valuable nodes of the last level get their
+    ``top_k`` likeliest children; a node's value is the product of the draft's probabilities along
+    its path. Rerank: of all of these the ``num_nodes`` most valuable are proposed. A child is
+    never worth more than its parent, and of equals the shallower goes first, so what is left is
+    a tree.
+    """
+
+    num_nodes: int = 16
+    top_k: int = 4
+    depth: int = 5
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "top_k", "depth"):
+            at_least_one(name, getattr(self, name))
+
+    @property
+    def most(self) -> int:
+        """Nodes that are looked at before the rerank."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+
+class Eagle(Drafter):
+    """Drafts with an EAGLE head: a static ``Shape`` (EAGLE-1) or a tree that ``Grow``s (EAGLE-2).
+
+    choose: "top", the likeliest candidates, which are point masses; "draw", without replacement
+    from the draft's law (static shapes only). Both are exact at every temperature.
+    """
+
+    wants_features = True
+
+    def __init__(self, head: EagleHead, tree: Shape | Grow, choose: str = "top") -> None:
+        if choose not in ("top", "draw"):
+            raise ValueError(f"choose must be 'top' or 'draw', not {choose!r}")
+        if choose == "draw" and not (isinstance(tree, Shape) and tree.dense):
+            raise ValueError("only the siblings of a dense static shape can be drawn")
+        self.head, self.tree, self.choose = head.eval(), tree, choose
+        self.taps = head.config.taps
+        self.max_nodes = tree.size if isinstance(tree, Shape) else min(tree.num_nodes, tree.most)
+
+    def check(self, target: LanguageModel, longest: int) -> None:
+        c, weight = self.head.config, target.model.get_output_embeddings().weight
+        if c.target_width != weight.shape[1]:
+            raise ValueError(
+                f"this head reads features of width {c.target_width}; the target's have "
+                f"{weight.shape[1]}"
+            )
+        held = self.head.token_map
+        if held is not None and int(held.max()) >= target.vocab_size:
+            raise ValueError("the head's token map names ids that the target does not have")
+        wide = self.tree.branching if isinstance(self.tree, Shape) else self.tree.top_k
+        if wide > c.vocab:
+            raise ValueError(f"{wide} candidates of a vocabulary of {c.vocab}")
+
+    def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
+        assert prompt is not None
+        self.vocab_size = target.vocab_size
+        own = self.head.embed
+        self.embed = own if own is not None else target.model.get_input_embeddings().weight
+        self.rows_of_head = self.head.shared_rows(target)
+        most = self.max_nodes if isinstance(self.tree, Shape) else self.tree.depth * self.tree.top_k
+        self.cache = self.head.new_cache(rows.batch, rows.tokens.shape[1] + most + 1)
+        if isinstance(self.tree, Shape):
+            plan = reading_plan(self.tree)
+            self.sees, self.steps = (part.to(rows.tokens.device) for part in plan[:2])
+        # The pairs not read yet: tokens 1 .. P (the root is token P) with the features before them.
+        self.tokens = rows.tokens[:, 1 : prompt.hidden.shape[1] + 1]
+        self.features = self.head.first(prompt.hidden, prompt.taps)
+        self.count = rows.host - 1
+
+    def propose(self, rows: Rows) -> TokenTree:
+        logits = self.read_committed()  # [B, 1, V_d]
+        if isinstance(self.tree, Grow):
+            return self.grow(logits, self.tree)
+        self.num_read = 0
+        top = self.choose == "top" or rows.sampling.greedy
+        pick: Pick = self.pick_top if top else partial(self.pick_drawn, rows)
+        return expand(self.tree, logits, pick, self.read_level)
+
+    def read_committed(self) -> Tensor:
+        """Reads the pairs of committed tokens that are new: the logits [B, 1, V_d] at the root."""
+        total = self.tokens.shape[1]
+        last = (self.count - 1).to(self.tokens.device).view(-1, 1, 1)
+        begun = self.cache.lengths_host
+        found: Tensor | None = None
+        for start in range(0, total, CHUNK):
+            part = slice(start, min(start + CHUNK, total))
+            num = part.stop - start
+            causal = torch.ones(num, num, dtype=torch.bool, device=last.device).tril()
+            steps = torch.arange(num, device=last.device).expand(len(self.tokens), num)
+            visible = causal.expand(len(self.tokens), num, num)
+            out = self.step(self.tokens[:, part], self.features[:, part], steps, visible)
+            here = out.gather(1, (last - start).clamp(0, num - 1).expand(-1, 1, out.shape[-1]))
+            found = here if found is None else torch.where(last >= start, here, found)
+            self.cache.set_lengths(begun + self.count.clamp(max=part.stop))
+        assert found is not None
+        self.feature = found  # [B, 1, H] stands for the feature at the root
+        return self.head.logits(found, self.rows_of_head)
+
+    def step(self, tokens: Tensor, features: Tensor, steps: Tensor, visible: Tensor) -> Tensor:
+        """One pass of the head: tokens [B, n] behind features [B, n, H] -> [B, n, H].
+
+        steps [B, m] and visible [B, n, m] as in ``LanguageModel.forward``.
+        """
+        num = tokens.shape[1]
+        self.cache.begin(num, visible.shape[2] - num)
+        position = self.cache.lengths.unsqueeze(1) + steps[:, -num:]
+        mask = self.cache.mask(steps, visible, features.dtype)
+        embed = F.embedding(tokens, self.embed).to(features.dtype)
+        return self.head.step(embed, features, position, mask, self.cache)
+
+    # A static shape.
+
+    def pick_top(self, logits: Tensor, level: Level) -> tuple[Tensor, None]:
+        """The likeliest candidates of each parent: logits [B, w, V_d] to tokens [B, n]."""
+        best = logits.topk(max(level.ranks) + 1, dim=-1).indices
+        self.level = level
+        return self.named(best[:, level.places, level.ranks]), None
+
+    def pick_drawn(self, rows: Rows, logits: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+        """Candidates without replacement: tokens [B, n] and each one's own law [B, n, V]."""
+        q = rows.sampling.probs(logits)
+        if self.head.token_map is not None:
+            wide = q.new_zeros(*q.shape[:-1], self.vocab_size)
+            q = wide.index_copy_(-1, self.head.token_map, q)
+        pairs = zip(q.unbind(1), level.counts, strict=True)
+        drawn = [rows.rng.draw_siblings(law, count) for law, count in pairs]
+        self.level = level
+        return torch.cat([d[0] for d in drawn], 1), torch.cat([d[1] for d in drawn], 1)
+
+    def read_level(self, tokens: Tensor) -> Tensor:
+        """Reads the next w of the nodes that have children: tokens [B, w] to logits [B, w, V_d]."""
+        assert isinstance(self.tree, Shape)
+        begin, end = self.num_read, self.num_read + tokens.shape[1]
+        self.num_read = end
+        # Each node's feature is what its parent's step gave; level.inner picked the tokens alike.
+        above = [self.level.places[i] for i in self.level.inner]
+        steps = self.steps[:end].expand(len(tokens), -1)
+        visible = self.sees[begin:end, :end].expand(len(tokens), -1, -1)
+        self.feature = self.step(tokens, self.feature[:, above], steps, visible)
+        return self.head.logits(self.feature, self.rows_of_head)
+
+    def named(self, ids: Tensor) -> Tensor:
+        """Draft ids as the target's."""
+        return ids if self.head.token_map is None else self.head.token_map[ids]
+
+    # A tree that grows.
+
+    def grow(self, logits: Tensor, spec: Grow) -> TokenTree:
+        """EAGLE-2's expansion and rerank, from the logits [B, 1, V_d] after the root."""
+        batch, k = len(logits), spec.top_k
+        device = logits.device
+        value = torch.zeros(batch, 1, device=device)  # log of the path's product, [B, w]
+        node = torch.full((batch, 1), -1, device=device)  # the frontier's place among all nodes
+        seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, w, read so far]
+        feature = self.feature
+        tokens: list[Tensor] = []
+        values: list[Tensor] = []
+        parents: list[Tensor] = []
+        for depth in range(1, spec.depth + 1):
+            best = logits.float().log_softmax(-1).topk(k, dim=-1)  # [B, w, k]
+            child = (value.unsqueeze(-1) + best.values).flatten(1)  # [B, w * k]
+            first = sum(t.shape[1] for t in tokens)
+            tokens.append(self.named(best.indices).flatten(1))
+            values.append(child)
+            parents.append(node.repeat_interleave(k, 1))
+            if depth == spec.depth:
+                break
+            value, place = child.topk(k, dim=-1)  # the frontier: [B, k] among the children
+            node = first + place
+            above = place // k  # which of the read nodes each hangs on
+            width = feature.shape[-1]
+            below = feature.gather(1, above.unsqueeze(-1).expand(-1, -1, width))
+            path = seen.gather(1, above.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
+            own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
+            seen = torch.cat([path, own], -1)
+            steps = torch.arange(depth, device=device).repeat_interleave(k).expand(batch, -1)
+            feature = self.step(tokens[-1].gather(1, place), below, steps, seen)
+            logits = self.head.logits(feature, self.rows_of_head)
+        return rerank(
+            torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), self.max_nodes
+        )
+
+    def observe(self, rows: Rows, kept: Kept) -> None:
+        """Takes up the true features at the old root and the accepted nodes, and what followed."""
+        self.count = kept.emitted.cpu()
+        most = max(int(self.count.max()), 1)
+        place = F.pad(kept.path + 1, (1, 0))[:, :most].clamp(min=0)  # [B, most]: root first
+
+        def at(x: Tensor) -> Tensor:
+            return x.gather(1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+        self.features = self.head.first(at(kept.hidden), {i: at(t) for i, t in kept.taps.items()})
+        step = torch.arange(most, device=rows.tokens.device)
+        begin = (rows.lengths - kept.emitted).unsqueeze(1)
+        self.tokens = rows.tokens.gather(1, (begin + step).clamp(max=rows.tokens.shape[1] - 1))
+
+
+def rerank(tokens: Tensor, values: Tensor, parents: Tensor, num_nodes: int) -> TokenTree:
+    """The ``num_nodes`` most valuable of all nodes, as a tree; all [B, M], parents before children.
+
+    The order is stable: of equal values the earlier, and so the shallower, node comes first, and
+    no node is kept whose parent is not (a draft probability of 1 makes them equal).
+    """
+    order = torch.argsort(values, dim=1, descending=True, stable=True)[:, :num_nodes]
+    order = order.sort(1).values  # back to topological order; siblings stay in order of rank
+    place = torch.full((len(values), values.shape[1] + 1), -1, device=values.device)
+    number = torch.arange(order.shape[1], device=values.device).expand_as(order)
+    place.scatter_(1, order, number)  # the last column stays -1: the root's
+    above = parents.gather(1, order) % place.shape[1]  # -1 is the last column
+    return TokenTree(tokens.gather(1, order), place.gather(1, above))

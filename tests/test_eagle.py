@@ -1,0 +1,414 @@
+"""EAGLE heads: the published forward, true features put back, trees that grow and stay trees."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import VOCAB, prompts_of, tiny
+from torch import Tensor
+
+import minispec as ms
+from minispec.checkpoints import CheckpointError, load_eagle, save_eagle, write_tensors
+from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead, Grow, rerank
+from minispec.shapes import chain, from_paths
+
+STATIC = from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+TREES = {"chain": chain(3), "static": STATIC, "grown": Grow(num_nodes=9, top_k=3, depth=3)}
+
+
+def random_head(version: int, seed: int = 0, width: int = 32, **changes) -> EagleHead:
+    options = dict(
+        version=version, width=width, heads=4, kv_heads=2, head_dim=8, intermediate=48,
+        vocab=VOCAB, target_width=32, taps=(0, 1, 2) if version == 3 else (),
+    )  # fmt: skip
+    token_map = changes.pop("token_map", None)
+    head = EagleHead(EagleConfig(**{**options, **changes}), token_map).double()  # type: ignore
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * 0.3)
+    return head
+
+
+# The forward.
+
+
+def transcription(head: EagleHead, embed: Tensor, feature: Tensor, position: Tensor) -> Tensor:
+    """The formulas over one sequence, line by line: embed, feature [n, H], position [n]."""
+    w, c = head.state_dict(), head.config
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + c.eps).sqrt() * w[f"layer.{name}.weight"]
+
+    if c.version == 1:
+        g = torch.cat([embed, feature], -1) @ w["fc.weight"].T
+        a = g
+    else:
+        g = feature
+        a = torch.cat([norm(embed, "input_layernorm"), norm(feature, "hidden_norm")], -1)
+    q, k, v = (a @ w[f"layer.self_attn.{n}_proj.weight"].T for n in "qkv")
+    size, rows = c.head_dim, []
+    for h in range(c.heads):
+        kv = h // (c.heads // c.kv_heads)
+        qh, kh = q[:, h * size : (h + 1) * size], k[:, kv * size : (kv + 1) * size]
+        vh = v[:, kv * size : (kv + 1) * size]
+        turned = []
+        for x in (qh, kh):
+            out = x.clone()
+            for i in range(size // 2):  # the pair (i, i + D/2) turns by position * theta^(-2i/D)
+                angle = position * c.rope_theta ** (-2 * i / size)
+                one, two = x[:, i], x[:, i + size // 2]
+                out[:, i] = one * angle.cos() - two * angle.sin()
+                out[:, i + size // 2] = two * angle.cos() + one * angle.sin()
+            turned.append(out)
+        scores = turned[0] @ turned[1].T / size**0.5
+        scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
+        rows.append(scores.softmax(-1) @ vh)
+    h_ = g + torch.cat(rows, -1) @ w["layer.self_attn.o_proj.weight"].T
+    m = norm(h_, "post_attention_layernorm")
+    gate = m @ w["layer.mlp.gate_proj.weight"].T
+    up = m @ w["layer.mlp.up_proj.weight"].T
+    return h_ + (gate * torch.sigmoid(gate) * up) @ w["layer.mlp.down_proj.weight"].T
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_forward_is_the_papers(version):
+    head = random_head(version, rope_theta=500.0)
+    generator = torch.Generator().manual_seed(1)
+    embed, feature = torch.randn(2, 7, 32, generator=generator, dtype=torch.float64)
+    position = torch.arange(7)
+    mask = torch.zeros(1, 1, 7, 7, dtype=torch.float64)
+    mask.masked_fill_(~torch.ones(7, 7).tril().bool(), torch.finfo(torch.float64).min)
+    with torch.no_grad():
+        ours = head.step(embed[None], feature[None], position[None], mask)[0]
+        by_hand = transcription(head, embed, feature, position.double())
+        torch.testing.assert_close(ours, by_hand, atol=1e-5, rtol=1e-5)  # angles are fp32
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_logits_read_the_norm_once(version):
+    """EAGLE-3's LM head reads the normed feature, EAGLE-1's the feature itself."""
+    head = random_head(version)
+    f = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rows = torch.randn(VOCAB, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    if version == 1:
+        torch.testing.assert_close(head.logits(f, rows), f @ rows.T)
+    else:
+        w = head.state_dict()
+        normed = f / (f.pow(2).mean(-1, keepdim=True) + head.config.eps).sqrt() * w["norm.weight"]
+        torch.testing.assert_close(head.logits(f), normed @ w["lm_head.weight"].T)
+
+
+# The drafter.
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_greedy_tokens_are_the_targets(any_target, version, tree):
+    prompts = prompts_of(2, 5, 9)
+    plain = ms.generate(any_target, prompts, max_new_tokens=20)
+    for token_map in (None, torch.arange(0, VOCAB, 3)):
+        vocab = VOCAB if token_map is None else len(token_map)
+        top = any_target.num_layers - 1
+        taps = (0, 1, top) if version == 3 else ()
+        head = random_head(version, token_map=token_map, vocab=vocab, taps=taps)
+        out = ms.generate(any_target, prompts, Eagle(head, TREES[tree]), max_new_tokens=20)
+        assert [t.tolist() for t in out.tokens] == [t.tolist() for t in plain.tokens]
+
+
+class Watched(Eagle):
+    """Compares the draft's cache and its proposal with what a head without a cache computes."""
+
+    def start(self, target, rows, cache, prompt):
+        super().start(target, rows, cache, prompt)
+        self.target = target
+        self.__class__.rounds = 0
+
+    def propose(self, rows):
+        tree = super().propose(rows)
+        for row in range(rows.batch):
+            if not rows.stopped[row]:
+                self.compare(rows.tokens[row, : rows.host[row]], tree, row)
+        self.__class__.rounds += 1
+        return tree
+
+    def compare(self, text: Tensor, tree, row: int) -> None:
+        with torch.no_grad():
+            out = self.target.forward(
+                self.target.new_cache(1, len(text)), text[None], taps=self.taps
+            )
+        feature = self.head.first(out.hidden, out.taps)[0, :-1]
+        num = len(text) - 1
+        assert self.cache.lengths_host[row] == num
+        embed = self.embed[text[1:]]
+        keys, values = self.true_keys(embed, feature)
+        torch.testing.assert_close(self.cache.layers[0][0][row, :, :num], keys, atol=1e-5, rtol=0)
+        torch.testing.assert_close(self.cache.layers[0][1][row, :, :num], values, atol=1e-5, rtol=0)
+        # Every node's candidates follow from its own path alone.
+        for i in range(tree.num_nodes):
+            path, j = [], i
+            while j >= 0:
+                path.insert(0, j)
+                j = int(tree.parents[row, j])
+            e, f = embed, feature
+            for node in path[:-1]:
+                last = transcription(self.head, e, f, torch.arange(len(e)).double())[-1:]
+                e = torch.cat([e, self.embed[tree.tokens[row, node]][None]])
+                f = torch.cat([f, last])
+            last = transcription(self.head, e, f, torch.arange(len(e)).double())[-1]
+            logits = self.head.logits(last, self.rows_of_head)
+            best = self.named(logits.topk(3).indices).tolist()
+            rank = sum(int(tree.parents[row, k]) == int(tree.parents[row, i]) for k in range(i))
+            assert int(tree.tokens[row, i]) == best[rank]
+
+    def true_keys(self, embed: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        head, layer = self.head, self.head.layer
+        if head.config.version == 1:
+            x = head.fc(torch.cat([embed, feature], -1))
+        else:
+            x = torch.cat([layer.input_layernorm(embed), layer.hidden_norm(feature)], -1)
+        _, k, v = layer.self_attn.project(x[None], torch.arange(len(x))[None])
+        return k[0], v[0]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_true_features_are_put_back_whatever_was_accepted(llama, version, tree):  # pitfall 26
+    """A head that shares the target's embedding direction gets some of its drafts accepted."""
+    prompts = prompts_of(3, 6, 10)
+    with torch.no_grad():
+        drafter = Watched(random_head(version, seed=4), TREES[tree])
+        ms.generate(llama, prompts, drafter, max_new_tokens=12, eos=())
+    assert Watched.rounds > 3
+
+
+class Cheat(Eagle):
+    """Some of the proposals are the truth, so that every accept pattern occurs."""
+
+    def propose(self, rows):
+        tree = super().propose(rows)
+        tokens = tree.tokens.clone()
+        for row in range(rows.batch):
+            place = int(rows.host[row])
+            right = self.answers[row][place : place + (place * 7 + row) % 3]
+            node = -1
+            for token in right:
+                children = [i for i in range(tree.num_nodes) if int(tree.parents[row, i]) == node]
+                if not children:
+                    break
+                tokens[row, children[0]] = token
+                node = children[0]
+        return type(tree)(tokens, tree.parents, is_chain=tree.is_chain)
+
+
+class WatchedCheat(Cheat, Watched):
+    def compare(self, text, tree, row):
+        """The cache alone: the proposals were tampered with."""
+        super().compare(text, type(tree)(tree.tokens[:, :0], tree.parents[:, :0]), row)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("tree", TREES)
+def test_the_draft_cache_is_true_after_any_accept_pattern(llama, version, tree):  # pitfall 26
+    prompts = prompts_of(3, 6, 10)
+    plain = ms.generate(llama, prompts, max_new_tokens=50, eos=())
+    drafter = WatchedCheat(random_head(version), TREES[tree])
+    drafter.answers = [p + t.tolist() for p, t in zip(prompts, plain.tokens, strict=True)]
+    with torch.no_grad():
+        out = ms.generate(llama, prompts, drafter, max_new_tokens=44, eos=())
+    assert [t.tolist() for t in out.tokens] == [t.tolist()[:44] for t in plain.tokens]
+    accepted = {int(a) for r in out.trace.rounds for a in r.accepted}
+    assert {0, 1, 2} <= accepted, "the case does not test what it should"
+
+
+# The tree that grows.
+
+
+def test_rerank_keeps_the_best_and_stays_connected():  # pitfall 14
+    #           0     1     2 (of 0) 3 (of 0) 4 (of 2)
+    values = torch.tensor([[-0.5, -2.0, -0.5, -3.0, -0.5]])  # a path of probability 1
+    parents = torch.tensor([[-1, -1, 0, 0, 2]])
+    tokens = torch.tensor([[10, 11, 12, 13, 14]])
+    for num, kept in ((1, [10]), (2, [10, 12]), (3, [10, 12, 14]), (4, [10, 11, 12, 14])):
+        tree = rerank(tokens, values, parents, num)
+        assert tree.tokens[0].tolist() == kept
+        tree.check(VOCAB)
+    assert rerank(tokens, values, parents, 4).parents[0].tolist() == [-1, -1, 0, 2]
+
+
+def test_a_grown_tree_is_the_most_valuable_one(llama):
+    """With every node expanded, the tree holds the num_nodes most probable paths of all."""
+    spec, k = Grow(num_nodes=8, top_k=4, depth=2), 4
+    head = random_head(1, seed=2)
+    seen: list = []
+
+    class Spy(Eagle):
+        def propose(self, rows):
+            tree = super().propose(rows)
+            seen.append((rows.tokens[0, : rows.host[0]].clone(), tree))
+            return tree
+
+    with torch.no_grad():
+        ms.generate(llama, prompts_of(5), Spy(head, spec), max_new_tokens=2, eos=())
+        text, tree = seen[0]
+        out = llama.forward(llama.new_cache(1, len(text)), text[None])
+        embed, rows = llama.model.get_input_embeddings().weight, head.shared_rows(llama)
+        e, f = embed[text[1:]], out.hidden[0, :-1]
+
+        def law(e: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+            last = transcription(head, e, f, torch.arange(len(e)).double())[-1]
+            return last, (rows @ last).softmax(-1)
+
+        last, first = law(e, f)
+        paths = {}
+        for token in first.topk(k).indices.tolist():
+            paths[(token,)] = float(first[token])
+            _, second = law(torch.cat([e, embed[token][None]]), torch.cat([f, last[None]]))
+            for other in second.topk(k).indices.tolist():
+                paths[token, other] = float(first[token] * second[other])
+    best = sorted(paths, key=lambda p: -paths[p])[:8]
+    ours = set()
+    for i in range(8):
+        parent = int(tree.parents[0, i])
+        above = (int(tree.tokens[0, parent]),) if parent >= 0 else ()
+        ours.add((*above, int(tree.tokens[0, i])))
+    assert ours == set(best)
+
+
+def test_what_does_not_fit_is_refused(llama):
+    with pytest.raises(ValueError, match="name a layer twice"):  # pitfall 28
+        random_head(3, taps=(1, 1, 2))
+    with pytest.raises(ValueError, match="taps"):
+        random_head(1, taps=(1,))
+    with pytest.raises(ValueError, match="not all layers"):
+        ms.generate(llama, prompts_of(3), Eagle(random_head(3, taps=(0, 1, 3)), chain(2)))
+    with pytest.raises(ValueError, match="width 16"):
+        ms.generate(llama, prompts_of(3), Eagle(random_head(1, target_width=16), chain(2)))
+    few = random_head(1, token_map=torch.arange(3), vocab=3)
+    with pytest.raises(ValueError, match="candidates"):  # pitfall 24
+        ms.generate(llama, prompts_of(3), Eagle(few, Grow(top_k=5)))
+    with pytest.raises(ValueError, match="drawn"):
+        Eagle(random_head(1), Grow(), choose="draw")
+    other = random_head(1, token_map=torch.tensor([1, VOCAB]), vocab=2)
+    with pytest.raises(ValueError, match="does not have"):
+        ms.generate(tiny(), prompts_of(3), Eagle(other, chain(1)))
+
+
+# Published files.
+
+
+def published(version: int, drafted: Tensor | None) -> tuple[dict[str, Tensor], dict]:
+    """A head for a target 32 wide and 9 layers deep, in the authors' layout, and its config."""
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3
+
+    name, wide = ("midlayer", 64) if version == 3 else ("layers.0", 32)
+    found = {
+        "fc.weight": new(32, 96 if version == 3 else 64),
+        f"{name}.self_attn.q_proj.weight": new(32, wide),
+        f"{name}.self_attn.k_proj.weight": new(16, wide),
+        f"{name}.self_attn.v_proj.weight": new(16, wide),
+        f"{name}.self_attn.o_proj.weight": new(32, 32),
+        f"{name}.mlp.gate_proj.weight": new(48, 32),
+        f"{name}.mlp.up_proj.weight": new(48, 32),
+        f"{name}.mlp.down_proj.weight": new(32, 48),
+        f"{name}.post_attention_layernorm.weight": new(32),
+    }
+    if version == 3:
+        size = VOCAB if drafted is None else len(drafted)
+        found |= {
+            "midlayer.input_layernorm.weight": new(32),
+            "midlayer.hidden_norm.weight": new(32),
+            "norm.weight": new(32),
+            "lm_head.weight": new(size, 32),
+        }
+    else:
+        found["embed_tokens.weight"] = new(VOCAB, 32)
+    if drafted is not None:
+        found["d2t"] = drafted - torch.arange(len(drafted))
+        found["t2d"] = torch.zeros(VOCAB).bool().index_fill_(0, drafted, True)
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    return found, config | {"vocab_size": VOCAB, "hidden_size": 32}
+
+
+def write_folder(folder, tensors, config, form="safetensors"):
+    if form == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        write_tensors(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DRAFTED = torch.tensor([1, 4, 5, 9, 20, 33, 60])
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@pytest.mark.parametrize(("version", "drafted"), [(1, None), (3, None), (3, DRAFTED)])
+def test_published_heads_load(tmp_path, version, drafted, form):
+    tensors, config = published(version, drafted)
+    write_folder(tmp_path, tensors, config, form)
+    head = load_eagle(tmp_path, num_target_layers=9)
+    c = head.config
+    assert (c.version, c.heads, c.kv_heads, c.head_dim, c.eps) == (version, 4, 2, 8, 1e-5)
+    assert c.taps == ((2, 4, 6) if version == 3 else ())
+    assert c.rope_theta == 10000.0, "the draft's own, whatever the target's"
+    state = {k.replace("layer.", "midlayer." if version == 3 else "layers.0.", 1): v
+             for k, v in head.state_dict().items()}  # fmt: skip
+    kept = {k for k in tensors if k not in ("d2t", "t2d", "embed_tokens.weight")}
+    assert state.keys() == kept
+    assert all(torch.equal(state[k], tensors[k]) for k in kept)
+    if drafted is not None:
+        assert torch.equal(head.token_map, drafted)
+    if version == 1:
+        assert torch.equal(head.embed, tensors["embed_tokens.weight"])
+    target = tiny(dtype=torch.float32, num_hidden_layers=9)
+    plain = ms.generate(target, prompts_of(3, 6), max_new_tokens=12)
+    out = ms.generate(target, prompts_of(3, 6), Eagle(head, Grow(6, 3, 3)), max_new_tokens=12)
+    assert [t.tolist() for t in out.tokens] == [t.tolist() for t in plain.tokens]
+
+
+BROKEN = {
+    "is missing": lambda t: t.pop("midlayer.hidden_norm.weight") is None or t.pop("fc.weight"),
+    "norm.weight is missing": lambda t: t.pop("norm.weight"),
+    "is not known": lambda t: t.update({"midlayer.extra.weight": torch.ones(3)}),
+    "all zero": lambda t: t["d2t"].zero_(),
+    "different ids": lambda t: t.update(d2t=DRAFTED.clone()),  # ids in the place of offsets
+    "NaN": lambda t: t["norm.weight"].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_broken_heads_are_refused(tmp_path, message):  # pitfall 28
+    tensors, config = published(3, DRAFTED)
+    BROKEN[message](tensors)
+    write_folder(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle(tmp_path, num_target_layers=9)
+
+
+def test_variants_and_shallow_targets_are_refused(tmp_path):
+    tensors, config = published(3, DRAFTED)
+    write_folder(tmp_path, tensors, config)
+    with pytest.raises(ValueError, match="too shallow"):  # pitfall 28
+        load_eagle(tmp_path, num_target_layers=5)
+    with pytest.raises(CheckpointError, match="which layers it taps"):
+        load_eagle(tmp_path)
+    write_folder(tmp_path, tensors, config | {"norm_before_residual": True})
+    with pytest.raises(CheckpointError, match="norm_before_residual"):
+        load_eagle(tmp_path, num_target_layers=9)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_our_own_heads_come_back(tmp_path, version):
+    options = {"vocab": len(DRAFTED), "token_map": DRAFTED, "rope_theta": 77.0}
+    head = random_head(version, **options).float()
+    save_eagle(head, tmp_path, VOCAB, torch.float32)
+    back = load_eagle(tmp_path)
+    assert back.config == head.config
+    assert torch.equal(back.token_map, DRAFTED)
+    for name, value in head.state_dict().items():
+        assert torch.equal(back.state_dict()[name], value)
