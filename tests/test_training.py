@@ -512,7 +512,7 @@ def test_the_unrolled_head_drafts_as_the_drafter_does(learner_target, version):
                     out = head.step(embed[tokens], given, position, mask, cache)
                     cache.advance(num)
                     state = out[:, -1:]
-                    torch.testing.assert_close(outs[i][0, t], state[0, 0], atol=1e-4, rtol=1e-4)
+                    torch.testing.assert_close(outs[i][0, t], state[0, 0], atol=2e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -117,11 +117,13 @@ def train(
     log = fit(learner, data[0], recipe, work, validation=data[1], watch=watch, cpu=cpu)
     learner.eval()
     learner.save(out)
-    last = log.dropna().iloc[-1]
+    last = log[log["tau"].notna()].iloc[-1]
     card = dict(facts)
     card["training tokens"], card["recipe"] = data[0].tokens, asdict(recipe)
     card["validation"] = {
-        name: round(float(last[name]), 4) for name in log.columns if name not in ("step", "lr")
+        name: round(float(last[name]), 4)
+        for name in log.columns
+        if name not in ("step", "lr") and last[name] == last[name]  # a depth never reached is nan
     }
     (out / "card.json").write_text(json.dumps(card, indent=2, default=str) + "\n")
     return log
