@@ -412,3 +412,19 @@ def test_our_own_heads_come_back(tmp_path, version):
     assert torch.equal(back.token_map, DRAFTED)
     for name, value in head.state_dict().items():
         assert torch.equal(back.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_head_can_start_near_the_target(llama, version):
+    head = random_head(version)
+    head.start_from(llama)
+    e, f = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    given = torch.cat([e, f]) if version == 1 else torch.cat([e, e, f])
+    torch.testing.assert_close(head.fc(given), f)
+    last = llama.layers[-1]
+    assert torch.equal(head.layer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    query = head.layer.self_attn.q_proj.weight[:, -32:]
+    assert torch.equal(query, last.self_attn.q_proj.weight)
+    if version == 3:
+        assert torch.equal(head.lm_head.weight, llama.model.lm_head.weight)
+        assert not head.layer.self_attn.k_proj.weight[:, :32].any()

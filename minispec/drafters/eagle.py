@@ -214,6 +214,32 @@ class EagleHead(nn.Module):
         weight = target.model.get_output_embeddings().weight
         return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
 
+    @torch.no_grad()
+    def start_from(self, target: LanguageModel) -> None:
+        """Starts as near the target as the shapes allow, instead of at random.
+
+        The layer as the target's last (EAGLE-3's attention reads it off the feature's half, and
+        nothing off the embedding's), the LM head as its rows, the FC as "the feature as it is".
+        """
+        last = target.layers[-1]
+        for name, mine in self.layer.named_parameters():
+            theirs = dict(last.named_parameters()).get(name)
+            if theirs is None:
+                continue
+            if theirs.shape == mine.shape:
+                mine.copy_(theirs)
+            elif name.startswith("self_attn.") and theirs.shape[1] * 2 == mine.shape[1]:
+                mine.zero_()
+                mine[:, theirs.shape[1] :].copy_(theirs)
+        if self.config.target_width == self.config.width:
+            self.fc.weight.zero_()  # EAGLE-1: [e ; f] -> f; EAGLE-3: [low ; mid ; high] -> high
+            self.fc.weight[:, -self.config.width :] += torch.eye(self.config.width)
+        if self.config.version == 3:
+            weight = target.model.get_output_embeddings().weight
+            rows = weight if self.token_map is None else weight[self.token_map]
+            if rows.shape == self.lm_head.weight.shape:
+                self.lm_head.weight.copy_(rows)
+
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """The draft's own cache: one layer."""
         c, weight = self.config, self.fc.weight

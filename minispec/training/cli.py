@@ -1,4 +1,4 @@
-"""minispec corpus write | pack, and minispec train draft | medusa."""
+"""minispec corpus write | pack, and minispec train draft | medusa | eagle | eagle3."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Model = Annotated[str, typer.Option(help="The target: smollm2, a hub id, or a fo
 class What(StrEnum):
     draft = "draft"
     medusa = "medusa"
+    eagle = "eagle"
+    eagle3 = "eagle3"
 
 
 def fail(error: Exception) -> typer.Exit:
@@ -119,6 +121,7 @@ def train(
     heads: Annotated[int, typer.Option(help="medusa: heads.")] = 4,
     loss: Annotated[str, typer.Option(help="draft: forward kl, reverse kl, tvd.")] = "forward kl",
     labels: Annotated[str, typer.Option(help="medusa: soft or hard.")] = "soft",
+    unroll: Annotated[int | None, typer.Option(help="eagle: steps; default 1, eagle3 5.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of this process.")] = None,
     cpu: Annotated[bool, typer.Option(help="Train on the CPU.")] = False,
 ) -> None:
@@ -129,7 +132,15 @@ def train(
     import torch
 
     from ..models import load_target
-    from .run import data_of, draft_learner, load_corpus, medusa_learner, target_facts
+    from .eagle import EagleLearner
+    from .run import (
+        data_of,
+        draft_learner,
+        eagle_learner,
+        load_corpus,
+        medusa_learner,
+        target_facts,
+    )
     from .run import train as run_training
 
     try:
@@ -141,10 +152,14 @@ def train(
         if what is What.medusa:
             options |= {"num_heads": heads, "num_layers": layers, "labels": labels}
             learner: Any = medusa_learner(target, texts, **options)
+        elif what in (What.eagle, What.eagle3):
+            options |= {"version": 3 if what is What.eagle3 else 1, "steps": unroll}
+            learner = eagle_learner(target, texts, **options)
         else:
             options |= {"width": width, "layers": layers, "loss": loss, "seed": seed}
             learner = draft_learner(target, texts, **options)
-        data = data_of(target, texts, width=length, features=features)
+        taps = learner.head.config.taps if isinstance(learner, EagleLearner) else ()
+        data = data_of(target, texts, width=length, taps=taps, features=features)
         from .fit import Recipe
 
         count = steps or max(1, round(passes * len(data[0]) / rows))

@@ -10,13 +10,16 @@ from typing import Any
 
 import pandas as pd
 
+from ..checkpoints import default_taps
 from ..demo import data_dir
+from ..drafters.eagle import EagleConfig, EagleHead
 from ..drafters.medusa import MedusaHeads
 from ..fetch import sha256
 from ..models import LanguageModel
 from .corpus import Text, load_batch
 from .data import TextData, cache_features, held_out
 from .distil import DraftLearner, frequent_tokens, new_draft
+from .eagle import EagleLearner
 from .fit import Learner, Recipe, fit
 from .medusa import MedusaLearner
 
@@ -96,6 +99,45 @@ def draft_learner(
     ids = frequent_tokens(texts, vocab, target.eos_ids)
     draft = new_draft(target, ids, width=width, layers=layers, seed=seed)
     return DraftLearner(draft, target, loss)
+
+
+def eagle_learner(
+    target: LanguageModel,
+    texts: Sequence[Text],
+    *,
+    version: int = 3,
+    vocab: int = 4096,
+    steps: int | None = None,
+    taps: Sequence[int] | None = None,
+    near: bool = True,
+) -> EagleLearner:
+    """A head as wide as the target over the ``vocab`` most frequent tokens.
+
+    taps: by default those of EAGLE-3's authors. near: start from the target's own weights where
+    the shapes allow it.
+    """
+    config = target.config
+    heads = int(config.num_attention_heads)
+    width = target.model.get_output_embeddings().weight.shape[1]
+    chosen = () if version == 1 else tuple(taps or default_taps(target.num_layers))
+    ids = frequent_tokens(texts, vocab, target.eos_ids)
+    head = EagleHead(
+        EagleConfig(
+            version=version,
+            width=width,
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or width // heads),
+            intermediate=int(config.intermediate_size),
+            vocab=len(ids),
+            target_width=width,
+            taps=chosen,
+        ),
+        ids,
+    )
+    if near:
+        head.start_from(target)
+    return EagleLearner(head, target, steps)
 
 
 def train(
