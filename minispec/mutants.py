@@ -16,7 +16,7 @@ import importlib
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -24,7 +24,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from rich.console import Group
 from rich.markup import escape
@@ -45,6 +44,7 @@ from .exactness import (
     total_variation,
 )
 from .generate import _Run, generate
+from .head_checks import eagle_faults, loss_faults, medusa_faults, tie_faults
 from .models import LanguageModel
 from .sampling import Sampling
 from .shapes import from_paths, kary
@@ -351,6 +351,123 @@ MUTANTS: list[Mutant] = [
     ),
 ]
 
+# Faults in trained heads make no text wrong: drafts get worse, and other checks must notice.
+HEAD_MUTANTS: list[Mutant] = [
+    Mutant(
+        "Medusa reads the row before",
+        "drafters.medusa:Medusa.observe",
+        (("F.pad(kept.path + 1, (1, 0))", "F.pad(kept.path, (1, 0)).clamp(min=0)"),),
+        "The heads are shown the feature of another node than the last accepted one.",
+    ),
+    Mutant(
+        "Medusa begins a token early",
+        "drafters.medusa:Medusa.start",
+        (("(prompt.emitted - 1)", "(prompt.emitted - 2).clamp(min=0)"),),
+        "The first round's feature is that of the token before the prompt's last.",
+    ),
+    Mutant(
+        "Medusa's labels one off",
+        "training.medusa:MedusaLearner.forward",
+        (
+            ("batch.ahead(hidden, 1 + k)", "batch.ahead(hidden, k)"),
+            (
+                "self.known[batch.ahead(batch.tokens, 2 + k)]",
+                "self.known[batch.tokens.roll(-k - 1)]",
+            ),
+        ),
+        "Each head learns what the head before it should say.",
+    ),
+    Mutant(
+        "EAGLE's tokens and features shifted",
+        "drafters.eagle:Eagle.start",
+        (("[:, 1 : prompt.hidden.shape[1] + 1]", "[:, : prompt.hidden.shape[1]]"),),
+        "A feature stands with its own token and not with the one chosen after it.",
+    ),
+    Mutant(
+        "EAGLE keeps another node's feature",
+        "drafters.eagle:Eagle.observe",
+        (("F.pad(kept.path + 1, (1, 0))", "F.pad(kept.path, (1, 0))"),),
+        "What is put back after a verification belongs to the node before.",
+    ),
+    Mutant(
+        "EAGLE counts padding as read",
+        "drafters.eagle:Eagle.read_committed",
+        (("begun + self.count.clamp(max=part.stop)", "begun + part.stop"),),
+        "In ragged rows keys of no token stay in the draft's cache.",
+    ),
+    Mutant(
+        "EAGLE's embedding second",
+        "drafters.eagle:EagleHead.step",
+        (("torch.cat([embed, feature], -1)", "torch.cat([feature, embed], -1)"),),
+        "The halves of the FC's input changed places.",
+    ),
+    Mutant(
+        "EAGLE-3 norms twice",
+        "drafters.eagle:EagleHead.logits",
+        (("self.norm(feature)", "self.norm(self.norm(feature))"),),
+        "One norm too many before the LM head.",
+    ),
+    Mutant(
+        "EAGLE-3 feeds back what is normed",
+        "drafters.eagle:EagleHead.step",
+        (
+            (
+                "return self.layer(embed, feature, position, mask, cache)",
+                "out = self.layer(embed, feature, position, mask, cache)\n"
+                "    return self.norm(out) if self.config.version == 3 else out",
+            ),
+        ),
+        "The next step reads the LM head's input instead of the layer's output.",
+    ),
+    Mutant(
+        "draft ids taken for the target's",
+        "drafters.eagle:Eagle.named",
+        (("self.head.token_map[ids]", "ids"),),
+        "The reduced vocabulary's ids are proposed as they are.",
+    ),
+    Mutant(
+        "EAGLE's siblings see each other",
+        "drafters.eagle:Eagle.grow",
+        (("torch.eye(k, dtype", "torch.ones(k, k, dtype"),),
+        "In the growing tree a node attends to its level and not to its path.",
+    ),
+    Mutant(
+        "EAGLE's positions by slot",
+        "drafters.eagle:Eagle.grow",
+        (("torch.arange(depth, device=device).repeat_interleave(k)", "torch.arange(depth * k)"),),
+        "Nodes of one depth stand at different positions.",
+    ),
+    Mutant(
+        "EAGLE's children change parents",
+        "drafters.eagle:Eagle.grow",
+        (("above = place // k", "above = place % k"),),
+        "A node goes on from the feature of another one's parent.",
+    ),
+    Mutant(
+        "orphaned node",
+        "drafters.eagle:rerank",
+        (
+            (
+                "torch.argsort(values, dim=1, descending=True, stable=True)",
+                "values.shape[1] - 1 - values.flip(1).argsort(dim=1, descending=True, stable=True)",
+            ),
+        ),
+        "Of equal values the deeper node is kept, and hangs on one that is not.",
+    ),
+    Mutant(
+        "EAGLE learns the token before",
+        "training.eagle:EagleLearner.forward",
+        (("batch.ahead(hidden, 1 + i)", "batch.ahead(hidden, i)"),),
+        "The head is taught what its input says already.",
+    ),
+    Mutant(
+        "EAGLE unrolls at one position",
+        "training.eagle:EagleLearner.unroll",
+        (("batch.position + i", "batch.position"),),
+        "In training a later step stands where the first one stood, in use one place on.",
+    ),
+]
+
 
 # The checks.
 
@@ -621,6 +738,30 @@ CHECKS: list[Check] = [
     ),
 ]
 
+HEAD_CHECKS: list[Check] = [
+    Check(
+        "Medusa",
+        "tokens a pass of Medusa heads that know the future",
+        "tokens",
+        1e-9,
+        lambda: medusa_faults(tiny_model()),
+    ),
+    Check(
+        "EAGLE",
+        "what EAGLE proposes against the formulas",
+        "nodes",
+        0,
+        lambda: eagle_faults(tiny_model()) + tie_faults(),
+    ),
+    Check(
+        "losses",
+        "the heads' losses against sums by hand",
+        "relative",
+        1e-5,
+        lambda: loss_faults(tiny_model()),
+    ),
+]
+
 
 # The report.
 
@@ -639,14 +780,14 @@ class Report:
 
     def alive(self) -> list[str]:
         """Mutants that no check caught."""
-        limits = {c.name: c.limit for c in CHECKS}
+        limits = {c.name: c.limit for c in CHECKS + HEAD_CHECKS}
         return [
             m for m, row in self.caught.items() if not any(v > limits[c] for c, v in row.items())
         ]
 
     def problems(self) -> list[str]:
         """Everything that is not as it must be."""
-        limits = {c.name: c.limit for c in CHECKS}
+        limits = {c.name: c.limit for c in CHECKS + HEAD_CHECKS}
         found = [
             f"check {c!r} fails on healthy code: {v:g}"
             for c, v in self.healthy.items()
@@ -689,24 +830,19 @@ def report(progress: Callable[[str], None] = lambda _: None) -> Report:
     progress("enumerating generate()")
     out.loop = loop_distances()
     out.lossy = lossy_distances()
-    for check in CHECKS:
-        progress(f"healthy: {check.name}")
-        out.healthy[check.name] = check()
-    for mutant in MUTANTS:
-        progress(f"mutant: {mutant.name}")
-        with mutant.applied():
-            out.caught[mutant.name] = {check.name: check() for check in CHECKS}
+    for mutants, checks in ((MUTANTS, CHECKS), (HEAD_MUTANTS, HEAD_CHECKS)):
+        for check in checks:
+            progress(f"healthy: {check.name}")
+            out.healthy[check.name] = check()
+        for mutant in mutants:
+            progress(f"mutant: {mutant.name}")
+            with mutant.applied():
+                out.caught[mutant.name] = {check.name: check() for check in checks}
     return out
-
-
-def matrix(found: Report) -> pd.DataFrame:
-    """Mutants by checks: the number that each check gave; the healthy code's in the first line."""
-    return pd.DataFrame({"none (healthy code)": found.healthy, **found.caught}).T
 
 
 def tables(found: Report) -> Group:
     """The report for a terminal."""
-    limits = {c.name: c.limit for c in CHECKS}
     seen = Table(title="Enumerated laws", title_justify="left")
     for column in ("what", "instances", "outcomes", "worst TV"):
         seen.add_column(column, justify="left" if column == "what" else "right")
@@ -720,24 +856,20 @@ def tables(found: Report) -> Group:
         seen.add_row(f"loop: {name}, {setting}", "2", str(outcomes), f"{distance:.1e}")
     for name, distance in found.lossy.items():
         seen.add_row(name, "", "", f"{distance:.2f}", style="yellow")
-    grid = Table(title="What each check says of each mutant (·: nothing amiss)", box=None)
-    grid.title_justify = "left"
-    grid.add_column("mutant", no_wrap=True)
-    for check in CHECKS:
-        grid.add_column(check.name, justify="right", no_wrap=True)
-    for mutant, row in matrix(found).iterrows():
-        healthy = str(mutant).startswith("none")
-        cells = (_cell(float(row[c.name]), limits[c.name], healthy) for c in CHECKS)
-        grid.add_row(str(mutant), *cells)
+    grids = (
+        _grid(found, "What each check says of each mutant (·: nothing amiss)", MUTANTS, CHECKS),
+        _grid(found, "The same for trained heads", HEAD_MUTANTS, HEAD_CHECKS),
+    )
     problems = found.problems()
     end = (
         "\n".join(f"[red]{escape(p)}[/]" for p in problems)
         if problems
-        else f"All {len(CHECKS)} checks pass on the code as it is, all {len(found.caught)} mutants "
-        "are caught, and the lossy verifiers are seen to be lossy."
+        else f"All {len(CHECKS + HEAD_CHECKS)} checks pass on the code as it is, all "
+        f"{len(found.caught)} mutants are caught, and the lossy verifiers are seen to be lossy."
     )
     asks = "\n".join(
-        f"[dim]{c.name}: {c.asks}; objects above {c.limit:.3g} ({c.unit})[/]" for c in CHECKS
+        f"[dim]{c.name}: {c.asks}; objects above {c.limit:.3g} ({c.unit})[/]"
+        for c in CHECKS + HEAD_CHECKS
     )
     df = len(joint_law(G_SAMPLING).ravel()) - 1
     noticed = detectable(G_ROWS, df, G_TESTS)
@@ -745,7 +877,20 @@ def tables(found: Report) -> Group:
         f"\n[dim]The G-test fails healthy code once in {1 / FALSE_FAILURE:,.0f} runs, and a law at "
         f"total variation {noticed:.2f} with probability .999.[/]"
     )
-    return Group(seen, grid, asks, end)
+    return Group(seen, *grids, asks, end)
+
+
+def _grid(found: Report, title: str, mutants: Sequence[Mutant], checks: Sequence[Check]) -> Table:
+    """Mutants by checks; the healthy code in the first line."""
+    grid = Table(title=title, box=None, title_justify="left")
+    grid.add_column("mutant", no_wrap=True)
+    for check in checks:
+        grid.add_column(check.name, justify="right", no_wrap=True)
+    lines = {"none (healthy code)": found.healthy} | {m.name: found.caught[m.name] for m in mutants}
+    for name, row in lines.items():
+        healthy = row is found.healthy
+        grid.add_row(name, *(_cell(row[c.name], c.limit, healthy) for c in checks))
+    return grid
 
 
 def _cell(value: float, limit: float, always: bool) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 import minispec as ms
 from minispec.checkpoints import CheckpointError, load_eagle, save_eagle, write_tensors
 from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead, Grow, rerank
+from minispec.head_checks import by_hand
 from minispec.shapes import chain, from_paths
 
 STATIC = from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -35,44 +36,6 @@ def random_head(version: int, seed: int = 0, width: int = 32, **changes) -> Eagl
 # The forward.
 
 
-def transcription(head: EagleHead, embed: Tensor, feature: Tensor, position: Tensor) -> Tensor:
-    """The formulas over one sequence, line by line: embed, feature [n, H], position [n]."""
-    w, c = head.state_dict(), head.config
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + c.eps).sqrt() * w[f"layer.{name}.weight"]
-
-    if c.version == 1:
-        g = torch.cat([embed, feature], -1) @ w["fc.weight"].T
-        a = g
-    else:
-        g = feature
-        a = torch.cat([norm(embed, "input_layernorm"), norm(feature, "hidden_norm")], -1)
-    q, k, v = (a @ w[f"layer.self_attn.{n}_proj.weight"].T for n in "qkv")
-    size, rows = c.head_dim, []
-    for h in range(c.heads):
-        kv = h // (c.heads // c.kv_heads)
-        qh, kh = q[:, h * size : (h + 1) * size], k[:, kv * size : (kv + 1) * size]
-        vh = v[:, kv * size : (kv + 1) * size]
-        turned = []
-        for x in (qh, kh):
-            out = x.clone()
-            for i in range(size // 2):  # the pair (i, i + D/2) turns by position * theta^(-2i/D)
-                angle = position * c.rope_theta ** (-2 * i / size)
-                one, two = x[:, i], x[:, i + size // 2]
-                out[:, i] = one * angle.cos() - two * angle.sin()
-                out[:, i + size // 2] = two * angle.cos() + one * angle.sin()
-            turned.append(out)
-        scores = turned[0] @ turned[1].T / size**0.5
-        scores = scores.masked_fill(~torch.ones_like(scores).tril().bool(), -torch.inf)
-        rows.append(scores.softmax(-1) @ vh)
-    h_ = g + torch.cat(rows, -1) @ w["layer.self_attn.o_proj.weight"].T
-    m = norm(h_, "post_attention_layernorm")
-    gate = m @ w["layer.mlp.gate_proj.weight"].T
-    up = m @ w["layer.mlp.up_proj.weight"].T
-    return h_ + (gate * torch.sigmoid(gate) * up) @ w["layer.mlp.down_proj.weight"].T
-
-
 @pytest.mark.parametrize("version", [1, 3])
 def test_the_forward_is_the_papers(version):
     head = random_head(version, rope_theta=500.0)
@@ -83,8 +46,8 @@ def test_the_forward_is_the_papers(version):
     mask.masked_fill_(~torch.ones(7, 7).tril().bool(), torch.finfo(torch.float64).min)
     with torch.no_grad():
         ours = head.step(embed[None], feature[None], position[None], mask)[0]
-        by_hand = transcription(head, embed, feature, position.double())
-        torch.testing.assert_close(ours, by_hand, atol=1e-5, rtol=1e-5)  # angles are fp32
+        slow = by_hand(head, embed, feature)
+        torch.testing.assert_close(ours, slow, atol=1e-5, rtol=1e-5)  # angles are fp32
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -154,10 +117,10 @@ class Watched(Eagle):
                 j = int(tree.parents[row, j])
             e, f = embed, feature
             for node in path[:-1]:
-                last = transcription(self.head, e, f, torch.arange(len(e)).double())[-1:]
+                last = by_hand(self.head, e, f)[-1:]
                 e = torch.cat([e, self.embed[tree.tokens[row, node]][None]])
                 f = torch.cat([f, last])
-            last = transcription(self.head, e, f, torch.arange(len(e)).double())[-1]
+            last = by_hand(self.head, e, f)[-1]
             logits = self.head.logits(last, self.rows_of_head)
             best = self.named(logits.topk(3).indices).tolist()
             rank = sum(int(tree.parents[row, k]) == int(tree.parents[row, i]) for k in range(i))
@@ -258,7 +221,7 @@ def test_a_grown_tree_is_the_most_valuable_one(llama):
         e, f = embed[text[1:]], out.hidden[0, :-1]
 
         def law(e: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-            last = transcription(head, e, f, torch.arange(len(e)).double())[-1]
+            last = by_hand(head, e, f)[-1]
             return last, (rows @ last).softmax(-1)
 
         last, first = law(e, f)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import VOCAB, prompts_of, tiny
-from torch import Tensor, nn
+from torch import Tensor
 
 import minispec as ms
 from minispec.checkpoints import (
@@ -19,6 +19,7 @@ from minispec.checkpoints import (
     write_tensors,
 )
 from minispec.drafters.medusa import Medusa, MedusaHeads
+from minispec.head_checks import Prophet
 from minispec.shapes import chain, from_paths, kary
 from minispec.training.distil import new_draft
 
@@ -28,44 +29,6 @@ SHAPE = from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 def texts_of(target, prompts, num=24) -> list[list[int]]:
     out = ms.generate(target, prompts, max_new_tokens=num, eos=())
     return [p + t.tolist() for p, t in zip(prompts, out.tokens, strict=True)]
-
-
-class Prophet(nn.Module):
-    """Heads that recognise a feature of a known text and say what comes later in it.
-
-    shift: how many places they are off.
-    """
-
-    token_map = None
-
-    def __init__(self, target: ms.LanguageModel, texts: list[list[int]], num: int, shift: int = 0):
-        super().__init__()
-        self.num_heads, self.shift, self.texts = num, shift, texts
-        self.width = target.model.get_output_embeddings().weight.shape[1]
-        self.vocab_size = target.vocab_size
-        with torch.no_grad():
-            self.seen = [
-                target.forward(target.new_cache(1, len(t)), torch.tensor([t])) for t in texts
-            ]
-
-    def __len__(self) -> int:
-        return self.num_heads
-
-    def shared_rows(self, target: ms.LanguageModel) -> None:
-        return None
-
-    def forward(self, hidden: Tensor, shared: Tensor | None = None) -> Tensor:
-        logits = torch.zeros(self.num_heads, len(hidden), self.vocab_size)
-        for row, feature in enumerate(hidden):
-            gaps = [(s.hidden[0] - feature).norm(dim=-1) for s in self.seen]
-            text = min(range(len(gaps)), key=lambda i: float(gaps[i].min()))
-            assert gaps[text].min() < 1e-6, "the heads were shown a feature of no text"
-            place = int(gaps[text].argmin())
-            for k in range(self.num_heads):
-                later = place + 2 + k + self.shift
-                if later < len(self.texts[text]):
-                    logits[k, row, self.texts[text][later]] = 1.0
-        return logits
 
 
 @pytest.mark.parametrize("shape", [chain(3), SHAPE], ids=["chain", "tree"])
