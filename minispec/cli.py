@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .training.cli import corpus_app, train
+from .training.cli import corpus_app, err, fail, train
 
 app = typer.Typer(
     help="Speculative decoding, compact, exact and readable.",
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 app.add_typer(corpus_app, name="corpus")
 app.command()(train)
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+out = Console(highlight=False)
 
 
 class DrafterName(StrEnum):
@@ -31,12 +31,6 @@ class DrafterName(StrEnum):
     lookup = "lookup"
     early_exit = "early-exit"
     oracle = "oracle"
-
-
-def fail(error: Exception) -> typer.Exit:
-    """One clear line on stderr, exit status 1."""
-    err.print(f"[red]error:[/] {escape(str(error))}")
-    return typer.Exit(1)
 
 
 @app.command()
