@@ -469,6 +469,20 @@ def test_the_committed_corpus_is_what_its_card_says():
     assert len(set(keys)) == len(keys), "duplicates"
 
 
+@pytest.mark.slow
+def test_the_prompts_that_we_measure_with_are_not_in_the_corpus():
+    from minispec.demo import load_prompts
+
+    def plain(text: str) -> str:
+        return "".join(c for c in text.lower() if c.isalnum())
+
+    tokenizer = ms.load_target("smollm2").tokenizer
+    taboo = [plain(p.text) for p in load_prompts()]
+    for prompt in {tuple(t.prompt) for t in load_batch(committed())}:
+        text = plain(tokenizer.decode(prompt))
+        assert not any(t in text for t in taboo)
+
+
 # EAGLE.
 
 
