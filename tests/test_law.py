@@ -13,13 +13,15 @@ import torch
 from conftest import Scripted, tiny, tiny_transformer
 
 import minispec as ms
+from minispec.drafters import MedusaHeads
 from minispec.exactness import detectable, g_test
+from minispec.head_checks import random_eagle
 from minispec.mutants import FixedTree
 from minispec.shapes import from_paths
 
 VOCAB, DEPTH, ROWS = 4, 4, 20_000  # the prefill emits the first token, rounds the other three
 PROMPT = [3, 1, 2]
-TESTS = 34  # the false-failure rate is shared out over all tests of this file
+TESTS = 43  # the false-failure rate is shared out over all tests of this file
 TREE = from_paths([(0,), (1,), (0, 0), (1, 0)])
 DISTANCE = 0.07  # total variation that every test must notice
 
@@ -79,9 +81,20 @@ def drafters(target: ms.LanguageModel) -> dict[str, ms.Drafter | None]:
         "oracle": ms.Oracle(0.7, 2),
         "draft tree, top": ms.TreeDraft(other, TREE),
         "draft tree, drawn": ms.TreeDraft(other, TREE, "draw"),
+        "medusa": ms.Medusa(random_heads(), TREE),
+        "eagle, grown": ms.Eagle(random_eagle(target, 1).float(), ms.Grow(4, 2, 2)),
+        "eagle-3, drawn": ms.Eagle(random_eagle(target, 3).float(), TREE, "draw"),
         "scripted, chosen": Scripted([2, 3]),
         "scripted, drawn": Drawn(laws),
     }
+
+
+def random_heads() -> MedusaHeads:
+    heads = MedusaHeads(32, 2)
+    with torch.no_grad():
+        for i, p in enumerate(heads.parameters()):
+            p.normal_(std=0.3, generator=torch.Generator().manual_seed(i))
+    return heads
 
 
 class Drawn(Scripted):
