@@ -247,7 +247,7 @@ def exactness(
             found = report(lambda step: status.update(step))
     finally:
         torch.set_num_threads(before)
-    out.print(tables(found))
+    Console(highlight=False, width=max(100, out.width)).print(tables(found))
     if found.problems():
         raise typer.Exit(1)
 
