@@ -99,3 +99,26 @@ def at_least_one(name: str, value: int) -> int:
     if not is_whole(value) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, not {value!r}")
     return int(value)
+
+
+def head_rows(target: LanguageModel, token_map: Tensor | None) -> Tensor:
+    """The rows [V_d, H] of the target's LM head for the ids of ``token_map``; None: all."""
+    weight = target.model.get_output_embeddings().weight
+    return weight if token_map is None else weight[token_map.to(weight.device)]
+
+
+def check_head(
+    target: LanguageModel, width: int, token_map: Tensor | None, vocab: int, candidates: int
+) -> None:
+    """Raises ValueError unless a trained head fits the target and its tree the head.
+
+    width: of the features that it reads; vocab: of what it drafts; candidates: the most that a
+    node of its tree is given.
+    """
+    theirs = target.model.get_output_embeddings().weight.shape[1]
+    if width != theirs:
+        raise ValueError(f"this head reads features of width {width}; the target's have {theirs}")
+    if token_map is not None and int(token_map.max()) >= target.vocab_size:
+        raise ValueError("the head's token map names ids that the target does not have")
+    if candidates > vocab:
+        raise ValueError(f"{candidates} candidates of a vocabulary of {vocab}")

@@ -26,7 +26,7 @@ from ..cache import KVCache, LayerShape
 from ..models import CHUNK, LanguageModel, grouped_attention
 from ..shapes import Level, Shape
 from ..tree import TokenTree
-from .base import Drafter, Kept, Rows, at_least_one
+from .base import Drafter, Kept, Rows, at_least_one, check_head, head_rows
 from .draft_tree import Pick, expand, reading_plan
 
 
@@ -209,10 +209,7 @@ class EagleHead(nn.Module):
 
     def shared_rows(self, target: LanguageModel) -> Tensor | None:
         """The rows [V_d, H] of the target's LM head that EAGLE-1 reads; None for EAGLE-3."""
-        if self.config.version == 3:
-            return None
-        weight = target.model.get_output_embeddings().weight
-        return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+        return None if self.config.version == 3 else head_rows(target, self.token_map)
 
     @torch.no_grad()
     def start_from(self, target: LanguageModel) -> None:
@@ -235,8 +232,7 @@ class EagleHead(nn.Module):
             self.fc.weight.zero_()  # EAGLE-1: [e ; f] -> f; EAGLE-3: [low ; mid ; high] -> high
             self.fc.weight[:, -self.config.width :] += torch.eye(self.config.width)
         if self.config.version == 3:
-            weight = target.model.get_output_embeddings().weight
-            rows = weight if self.token_map is None else weight[self.token_map]
+            rows = head_rows(target, self.token_map)
             if rows.shape == self.lm_head.weight.shape:
                 self.lm_head.weight.copy_(rows)
 
@@ -291,18 +287,9 @@ class Eagle(Drafter):
         self.max_nodes = tree.size if isinstance(tree, Shape) else min(tree.num_nodes, tree.most)
 
     def check(self, target: LanguageModel, longest: int) -> None:
-        c, weight = self.head.config, target.model.get_output_embeddings().weight
-        if c.target_width != weight.shape[1]:
-            raise ValueError(
-                f"this head reads features of width {c.target_width}; the target's have "
-                f"{weight.shape[1]}"
-            )
-        held = self.head.token_map
-        if held is not None and int(held.max()) >= target.vocab_size:
-            raise ValueError("the head's token map names ids that the target does not have")
+        c = self.head.config
         wide = self.tree.branching if isinstance(self.tree, Shape) else self.tree.top_k
-        if wide > c.vocab:
-            raise ValueError(f"{wide} candidates of a vocabulary of {c.vocab}")
+        check_head(target, c.target_width, self.head.token_map, c.vocab, wide)
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         assert prompt is not None

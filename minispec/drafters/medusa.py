@@ -19,7 +19,7 @@ from ..cache import KVCache
 from ..models import LanguageModel
 from ..shapes import Shape
 from ..tree import TokenTree
-from .base import Drafter, Kept, Rows
+from .base import Drafter, Kept, Rows, check_head, head_rows
 
 
 class ResBlock(nn.Module):
@@ -78,15 +78,11 @@ class MedusaHeads(nn.ModuleList):
 
     def shared_rows(self, target: LanguageModel) -> Tensor | None:
         """What ``forward`` needs of the target's LM head: [V_d, H], or None."""
-        if self.vocab_size:
-            return None
-        weight = target.model.get_output_embeddings().weight
-        return weight if self.token_map is None else weight[self.token_map.to(weight.device)]
+        return None if self.vocab_size else head_rows(target, self.token_map)
 
     def start_from(self, target: LanguageModel) -> None:
         """Own projections start as the target's LM head, so that each head says t+1 at first."""
-        weight = target.model.get_output_embeddings().weight
-        rows = weight if self.token_map is None else weight[self.token_map]
+        rows = head_rows(target, self.token_map)
         for i in range(self.num_heads if self.vocab_size else 0):
             with torch.no_grad():
                 self.get_parameter(f"{i}.{self.num_layers}.weight").copy_(rows)
@@ -108,18 +104,9 @@ class Medusa(Drafter):
         self.heads, self.shape, self.max_nodes = heads, shape, shape.size
 
     def check(self, target: LanguageModel, longest: int) -> None:
-        weight = target.model.get_output_embeddings().weight
-        if weight.shape[1] != self.heads.width:
-            raise ValueError(
-                f"these heads read features of width {self.heads.width}; "
-                f"the target's have {weight.shape[1]}"
-            )
         held = self.heads.token_map
-        if held is not None and int(held.max()) >= target.vocab_size:
-            raise ValueError("the heads' token map names ids that the target does not have")
-        size = len(held) if held is not None else self.heads.vocab_size or len(weight)
-        if self.shape.branching > size:
-            raise ValueError(f"{self.shape.branching} candidates of a vocabulary of {size}")
+        vocab = len(held) if held is not None else self.heads.vocab_size or target.vocab_size
+        check_head(target, self.heads.width, held, vocab, self.shape.branching)
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         assert prompt is not None

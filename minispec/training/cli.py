@@ -132,6 +132,7 @@ def train(
     import torch
 
     from ..models import load_target
+    from .corpus import target_facts
     from .eagle import EagleLearner
     from .run import (
         data_of,
@@ -139,7 +140,6 @@ def train(
         eagle_learner,
         load_corpus,
         medusa_learner,
-        target_facts,
     )
     from .run import train as run_training
 

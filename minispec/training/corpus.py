@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..fetch import sha256
 from ..models import CHUNK, LanguageModel
 from ..sampling import Random, Sampling
 
@@ -295,10 +296,17 @@ class Counts:
     avoided: int = 0
 
 
+def target_facts(target: LanguageModel) -> dict[str, str]:
+    """The target's name and the hash of its weights, for a card."""
+    found = {"target": str(target.config.name_or_path or type(target.model).__name__)}
+    weights = Path(found["target"]) / "model.safetensors"
+    if weights.is_file():
+        found = {"target": weights.parent.name, "target sha256": sha256(weights)}
+    return found
+
+
 def card(counts: Counts, target: LanguageModel, seed: int, batches: int) -> dict[str, Any]:
     """What a packed corpus is, in plain numbers."""
-    from .run import target_facts
-
     return target_facts(target) | {
         "seed": seed,
         "batches": batches,

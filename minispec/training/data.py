@@ -66,6 +66,15 @@ class Batch:
         return Batch(**moved, taps={i: t.to(device) for i, t in self.taps.items()})
 
 
+def places_of(token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """[V] for each of the target's ids its draft id, -1 for those that are not drafted."""
+    if token_map is None:
+        return torch.arange(vocab_size)
+    known = torch.full((vocab_size,), -1)
+    known[token_map] = torch.arange(len(token_map))
+    return known
+
+
 def held_out(text: Text, share: float = 0.02) -> bool:
     """Whether a text is for validation: by its question, so that no question is on both sides."""
     digest = hashlib.sha256(np.array(text.prompt, np.int32).tobytes()).digest()

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_draft
+from ..drafters.base import head_rows
 from ..models import LanguageModel, load_target, new_llama
 from .corpus import Text
 from .data import Batch
@@ -103,8 +104,8 @@ class DraftLearner(Learner):
             raise ValueError("the draft has no token map: see new_draft")
         self.draft, self.loss, self.answers_only, self.steps = draft, loss, answers_only, steps
         self.model = draft.model  # registered, so that its parameters are found
-        weight = target.model.get_output_embeddings().weight.detach()
-        self.register_buffer("rows", weight[draft.token_map].float(), persistent=False)
+        rows = head_rows(target, draft.token_map).detach().float()  # [V_d, H]
+        self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("token_map", draft.token_map, persistent=False)
         self.register_buffer("read_map", draft.read_map, persistent=False)
 

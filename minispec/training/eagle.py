@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_eagle
+from ..drafters.base import head_rows
 from ..drafters.eagle import EagleHead
 from ..models import LanguageModel
-from .data import Batch
+from .data import Batch, places_of
 from .fit import Learner
 
 DECAY = 0.8
@@ -61,12 +62,10 @@ class EagleLearner(Learner):
             raise ValueError("steps and measured must be at least 1")
         if self.feature_loss and head.config.width != head.config.target_width:
             raise ValueError("a feature loss needs a head as wide as the target")
-        weight = target.model.get_output_embeddings().weight.detach()
-        ids = head.token_map if head.token_map is not None else torch.arange(len(weight))
-        known = torch.full((target.vocab_size,), -1)  # target id -> draft id
-        known[ids] = torch.arange(len(ids))
+        rows = head_rows(target, head.token_map).detach().float().clone()  # [V_d, H]
+        known = places_of(head.token_map, target.vocab_size)
         embed = head.embed if head.embed is not None else target.model.get_input_embeddings().weight
-        self.register_buffer("rows", weight[ids].float(), persistent=False)  # [V_d, H]
+        self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("known", known, persistent=False)
         self.register_buffer("embed", embed.detach().clone(), persistent=False)
 

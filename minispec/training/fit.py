@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pandas as pd
@@ -120,14 +121,11 @@ def rows_of_step(step: int, rows: int, total: int, seed: int) -> list[int]:
     return chosen
 
 
-def _order(epoch: int, total: int, seed: int, held: dict = {}) -> list[int]:  # noqa: B006
-    """A permutation of the rows; the last one is remembered."""
-    key = (epoch, total, seed)
-    if key not in held:
-        held.clear()
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        held[key] = torch.randperm(total, generator=generator).tolist()
-    return held[key]
+@lru_cache(maxsize=1)
+def _order(epoch: int, total: int, seed: int) -> list[int]:
+    """A permutation of the rows."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(total, generator=generator).tolist()
 
 
 def fit(

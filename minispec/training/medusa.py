@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_medusa
+from ..drafters.base import head_rows
 from ..drafters.medusa import MedusaHeads
 from ..models import LanguageModel
-from .data import Batch
+from .data import Batch, places_of
 from .fit import Learner
 
 DECAY = 0.8
@@ -34,11 +35,9 @@ class MedusaLearner(Learner):
         if labels not in ("soft", "hard"):
             raise ValueError(f"labels must be 'soft' or 'hard', not {labels!r}")
         self.heads, self.labels = heads, labels
-        weight = target.model.get_output_embeddings().weight.detach()
-        ids = heads.token_map if heads.token_map is not None else torch.arange(len(weight))
-        known = torch.full((target.vocab_size,), -1)  # target id -> place in the token map
-        known[ids] = torch.arange(len(ids))
-        self.register_buffer("rows", weight[ids].float(), persistent=False)  # [V_d, H]
+        rows = head_rows(target, heads.token_map).detach().float().clone()  # [V_d, H]
+        known = places_of(heads.token_map, target.vocab_size)
+        self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("known", known, persistent=False)
 
     def forward(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:

@@ -34,15 +34,6 @@ def load_corpus(path: Path | None = None) -> tuple[list[Text], str]:
     return load_batch(path), f"{path.name}, sha256 {sha256(path)}"
 
 
-def target_facts(target: LanguageModel) -> dict[str, str]:
-    """The target's name and the hash of its weights, for a card."""
-    found = {"target": str(target.config.name_or_path or type(target.model).__name__)}
-    weights = Path(found["target"]) / "model.safetensors"
-    if weights.is_file():
-        found = {"target": weights.parent.name, "target sha256": sha256(weights)}
-    return found
-
-
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
     """For training and for validation."""
     out = [held_out(t) for t in texts]
