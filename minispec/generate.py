@@ -323,6 +323,8 @@ class _Run:
         room = (self.limit_host - rows.host)[self.finish == 0]
         if int(room.min()) <= tree.num_nodes:
             tree = tree.cut(rows.limit - rows.lengths - 1)
+        if rows.tokens.device.type == "cpu":  # elsewhere to look costs a wait, and shapes stay
+            tree = tree.trim()
         return tree
 
     def commit(self, tree: TokenTree, verdict: Verdict, law: Law) -> tuple[Tensor, Tensor, Tensor]:

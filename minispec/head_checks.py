@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .drafters.base import Rows
-from .drafters.eagle import Eagle, EagleConfig, EagleHead, Grow, rerank
+from .drafters.eagle import Eagle, EagleConfig, EagleHead
+from .drafters.grow import Grow, rerank
 from .drafters.medusa import Medusa, MedusaHeads
 from .generate import generate
 from .models import LanguageModel
@@ -273,7 +274,7 @@ def tie_faults() -> float:
     parents = torch.tensor([[-1, -1, 0, 2]])
     wrong = 0
     for num in (1, 2, 3):
-        tree = rerank(torch.tensor([[10, 11, 12, 13]]), values, parents, num)
+        tree, _ = rerank(torch.tensor([[10, 11, 12, 13]]), values, parents, num)
         wrong += tree.tokens[0].tolist() != [10, 12, 13][:num]
     return float(wrong)
 

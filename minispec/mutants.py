@@ -427,25 +427,25 @@ HEAD_MUTANTS: list[Mutant] = [
     ),
     Mutant(
         "EAGLE's siblings see each other",
-        "drafters.eagle:Eagle.grow",
+        "drafters.grow:grow",
         (("torch.eye(k, dtype", "torch.ones(k, k, dtype"),),
         "In the growing tree a node attends to its level and not to its path.",
     ),
     Mutant(
         "EAGLE's positions by slot",
-        "drafters.eagle:Eagle.grow",
+        "drafters.grow:grow",
         (("torch.arange(depth, device=device).repeat_interleave(k)", "torch.arange(depth * k)"),),
         "Nodes of one depth stand at different positions.",
     ),
     Mutant(
         "EAGLE's children change parents",
-        "drafters.eagle:Eagle.grow",
+        "drafters.grow:grow",
         (("above = place // k", "above = place % k"),),
         "A node goes on from the feature of another one's parent.",
     ),
     Mutant(
         "orphaned node",
-        "drafters.eagle:rerank",
+        "drafters.grow:rerank",
         (
             (
                 "torch.argsort(values, dim=1, descending=True, stable=True)",

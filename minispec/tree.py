@@ -111,6 +111,18 @@ class TokenTree:
         keep = self.is_valid & (self.depths() <= max_depth.unsqueeze(-1))
         return replace(self, valid=keep)
 
+    def trim(self) -> TokenTree:
+        """Without the last columns that are padding in every row: no pass need read them."""
+        if self.valid is None:
+            return self
+        used = int((self.valid.any(0).nonzero() + 1).max()) if bool(self.valid.any()) else 0
+        if used == self.num_nodes:
+            return self
+        q = None if self.q is None or not used else self.q[:, :used]
+        return TokenTree(
+            self.tokens[:, :used], self.parents[:, :used], q, self.valid[:, :used], self.is_chain
+        )
+
     def check(self, vocab_size: int) -> None:
         """Raises ValueError with the reason if this is no token tree over this vocabulary."""
         batch, num = self.tokens.shape

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import minispec as ms
 from minispec.checkpoints import CheckpointError, load_eagle, save_eagle, write_tensors
-from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead, Grow, rerank
+from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead
+from minispec.drafters.grow import Grow, rerank
 from minispec.head_checks import by_hand
 from minispec.shapes import chain, from_paths
 
@@ -195,10 +196,10 @@ def test_rerank_keeps_the_best_and_stays_connected():  # pitfall 14
     parents = torch.tensor([[-1, -1, 0, 0, 2]])
     tokens = torch.tensor([[10, 11, 12, 13, 14]])
     for num, kept in ((1, [10]), (2, [10, 12]), (3, [10, 12, 14]), (4, [10, 11, 12, 14])):
-        tree = rerank(tokens, values, parents, num)
+        tree, _ = rerank(tokens, values, parents, num)
         assert tree.tokens[0].tolist() == kept
         tree.check(VOCAB)
-    assert rerank(tokens, values, parents, 4).parents[0].tolist() == [-1, -1, 0, 2]
+    assert rerank(tokens, values, parents, 4)[0].parents[0].tolist() == [-1, -1, 0, 2]
 
 
 def test_a_grown_tree_is_the_most_valuable_one(llama):

@@ -432,3 +432,20 @@ def test_lookup_finds_the_longest_and_then_the_latest_match():
     assert propose([4, 5, 6]) == []
     assert propose([4]) == []
     assert propose([6, 6]) == [6]  # what follows is cut at the end of the text
+
+
+def test_a_round_without_a_draft_is_a_plain_pass(llama, monkeypatch):
+    """Padding that no row uses is not read: a lookup that finds nothing costs a plain step."""
+    widths = []
+    forward = type(llama).forward
+
+    def watch(self, cache, tokens, *args, **kwargs):
+        widths.append(tokens.shape[1])
+        return forward(self, cache, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(llama), "forward", watch)
+    out = ms.generate(llama, prompts_of(6), ms.PromptLookup(8), max_new_tokens=30, eos=())
+    drafted = [int(r.drafted.max()) for r in out.trace.rounds]
+    assert widths[1:] == [n + 1 for n in drafted]
+    assert 0 in drafted, "the case does not test what it should"
+    assert max(drafted) > 0

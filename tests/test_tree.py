@@ -85,3 +85,18 @@ def test_cutting_keeps_the_tree_connected():
 def test_what_is_no_tree_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         tree(**changes).check(vocab_size=6)
+
+
+def test_trim_drops_the_last_columns_that_no_row_uses():
+    tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    valid = torch.tensor([[True, False, False, False], [False, True, False, False]])
+    q = torch.full((2, 4, 9), 1 / 9)
+    tree = TokenTree(tokens, torch.full((2, 4), -1), q, valid).trim()
+    assert tree.tokens.tolist() == [[5, 6], [1, 2]]
+    assert tree.valid is not None
+    assert tree.valid.tolist() == [[True, False], [False, True]], "a gap stays: nodes keep numbers"
+    assert tree.q is not None
+    assert tree.q.shape == (2, 2, 9)
+    assert TokenTree(tokens, torch.full((2, 4), -1), q, torch.zeros(2, 4).bool()).trim().q is None
+    whole = TokenTree.chain(tokens)
+    assert whole.trim() is whole

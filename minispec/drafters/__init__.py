@@ -3,8 +3,9 @@
 from .base import Drafter, Rows
 from .draft_model import DraftModel
 from .draft_tree import TreeDraft
-from .eagle import Eagle, EagleConfig, EagleHead, Grow
+from .eagle import Eagle, EagleConfig, EagleHead
 from .early_exit import EarlyExit
+from .grow import Grow
 from .lookup import PromptLookup
 from .medusa import Medusa, MedusaHeads
 from .oracle import Oracle

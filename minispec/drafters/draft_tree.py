@@ -19,6 +19,7 @@ from ..shapes import Level, Shape
 from ..tree import TokenTree
 from .base import Kept, Rows
 from .draft_model import DraftModel
+from .grow import Grow, grow
 
 CHOICES = ("top", "draw")
 Pick = Callable[[Tensor, Level], tuple[Tensor, Tensor | None]]
@@ -57,47 +58,61 @@ def reading_plan(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TreeDraft(DraftModel):
-    """Drafts a tree of a fixed shape (see ``minispec.shapes``) with any causal language model.
+    """Drafts a tree with any causal language model, of a fixed shape or one that grows.
 
+    tree: a ``Shape`` (see ``minispec.shapes``), or ``Grow``: EAGLE-2's, context by context.
     choose: "top" takes each node's likeliest candidates, by rank: point masses, nothing drawn.
     "draw" draws them without replacement from the draft's law under the target's sampling
-    settings, in the order in which they then are tried; at temperature 0 that is "top".
+    settings, in the order in which they then are tried; at temperature 0 that is "top". Only a
+    fixed shape can be drawn.
     """
 
-    def __init__(self, model: Any, shape: Shape, choose: str = "top") -> None:
-        if not isinstance(shape, Shape) or shape.size == 0:
-            raise ValueError(f"shape must be a Shape of one node or more, not {shape!r}")
+    def __init__(self, model: Any, tree: Shape | Grow, choose: str = "top") -> None:
+        if not isinstance(tree, Shape | Grow) or (isinstance(tree, Shape) and tree.size == 0):
+            raise ValueError(f"tree must be a Shape of one node or more, or Grow, not {tree!r}")
         if choose not in CHOICES:
             raise ValueError(f"choose must be one of {', '.join(CHOICES)}, not {choose!r}")
-        if choose == "draw" and not shape.dense:
+        if choose == "draw" and not isinstance(tree, Shape):
+            raise ValueError("a tree that grows takes the likeliest candidates: choose='top'")
+        if choose == "draw" and isinstance(tree, Shape) and not tree.dense:
             raise ValueError(
                 "drawn siblings have the ranks 0, 1, 2, ...: this shape leaves some out"
             )
         self.model = load_target(model)
-        self.shape, self.choose = shape, choose
-        self.num_tokens, self.max_nodes = shape.depth, shape.size
+        self.tree, self.choose = tree, choose
+        self.num_tokens = tree.depth
+        self.max_nodes, self.wide, self.num_inner = (
+            (tree.size, tree.branching, len(tree.inner))
+            if isinstance(tree, Shape)
+            else (min(tree.num_nodes, tree.most), tree.top_k, tree.read)
+        )
 
     def check(self, target: LanguageModel, longest: int) -> None:
         super().check(target, longest)
         size = min(self.model.vocab_size, target.vocab_size)
-        if self.shape.branching > size:
-            raise ValueError(
-                f"the shape asks for {self.shape.branching} candidates of a vocabulary of {size}"
-            )
+        if self.wide > size:
+            raise ValueError(f"the tree asks for {self.wide} candidates of a vocabulary of {size}")
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
-        super().start(target, rows, cache, prompt)
-        plan = reading_plan(self.shape)
-        self.sees, self.steps, self.place = (part.to(rows.tokens.device) for part in plan)
+        self.vocab_size = target.vocab_size
+        self.cache = self.model.new_cache(rows.batch, rows.tokens.shape[1] + self.num_inner + 1)
+        if isinstance(self.tree, Shape):
+            plan = reading_plan(self.tree)
+            self.sees, self.steps, place = (part.to(rows.tokens.device) for part in plan)
+            self.place = place.expand(rows.batch, -1)  # [B, N + 1]
 
     def propose(self, rows: Rows) -> TokenTree:
         self.cache.set_lengths(torch.minimum(self.cache.lengths_host, rows.host - 1))
         self.read_prompt(rows)
         self.num_read = 0
         logits = self.read_text(*self.unread(rows))
+        if isinstance(self.tree, Grow):
+            logits = logits[..., : self.vocab_size]
+            tree, self.place = grow(logits, self.tree, self.read_grown, self.named)
+            return tree
         top = self.choose == "top" or rows.sampling.greedy
         pick: Pick = self.pick_top if top else partial(self.draw, rows)
-        return expand(self.shape, logits, pick, self.read)
+        return expand(self.tree, logits, pick, self.read)
 
     def pick_top(self, logits: Tensor, level: Level) -> tuple[Tensor, None]:
         """The likeliest candidates of each parent, by rank: logits [B, w, V] to tokens [B, n]."""
@@ -121,9 +136,19 @@ class TreeDraft(DraftModel):
         sees = self.sees[begin:end, :end].expand(batch, -1, -1)
         return self.model.forward(self.cache, self.readable(tokens), steps, sees).logits
 
+    def read_grown(self, tokens: Tensor, above: Tensor, steps: Tensor, sees: Tensor) -> Tensor:
+        """Reads k nodes of a growing tree: tokens [B, k] to logits [B, k, V]."""
+        logits = self.model.forward(self.cache, self.readable(tokens), steps, sees).logits
+        return logits[..., : self.vocab_size]
+
+    def named(self, ids: Tensor) -> Tensor:
+        """Draft ids as the target's."""
+        return ids if self.model.token_map is None else self.model.token_map[ids]
+
     def observe(self, rows: Rows, kept: Kept) -> None:
         """The accepted nodes that were read move down behind the root, to be read no more."""
-        path = self.place[kept.path]  # [B, N]: a path's last node may be one that was not read
+        nodes = self.place.shape[1]  # [B, N] below: a path's last node may be one that was not read
+        path = self.place.gather(1, kept.path % nodes)
         count = (path >= 0).sum(1).cpu()
         self.cache.set_lengths(self.cache.lengths_host - 1)  # ``keep`` counts from the root on
         self.cache.keep(path, count + 1)

@@ -26,8 +26,9 @@ from ..cache import KVCache, LayerShape
 from ..models import CHUNK, LanguageModel, grouped_attention
 from ..shapes import Level, Shape
 from ..tree import TokenTree
-from .base import Drafter, Kept, Rows, at_least_one, check_head, head_rows
+from .base import Drafter, Kept, Rows, check_head, head_rows
 from .draft_tree import Pick, expand, reading_plan
+from .grow import Grow, grow
 
 
 @dataclass(frozen=True)
@@ -243,31 +244,6 @@ class EagleHead(nn.Module):
         return KVCache([shape], batch, capacity)
 
 
-@dataclass(frozen=True)
-class Grow:
-    """EAGLE-2's tree (2406.16858, section 4): it grows where the draft is confident.
-
-    Expand: ``depth`` times, the ``top_k`` most valuable nodes of the last level get their
-    ``top_k`` likeliest children; a node's value is the product of the draft's probabilities along
-    its path. Rerank: of all of these the ``num_nodes`` most valuable are proposed. A child is
-    never worth more than its parent, and of equals the shallower goes first, so what is left is
-    a tree.
-    """
-
-    num_nodes: int = 16
-    top_k: int = 4
-    depth: int = 5
-
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "top_k", "depth"):
-            at_least_one(name, getattr(self, name))
-
-    @property
-    def most(self) -> int:
-        """Nodes that are looked at before the rerank."""
-        return self.top_k + (self.depth - 1) * self.top_k**2
-
-
 class Eagle(Drafter):
     """Drafts with an EAGLE head: a static ``Shape`` (EAGLE-1) or a tree that ``Grow``s (EAGLE-2).
 
@@ -297,7 +273,7 @@ class Eagle(Drafter):
         own = self.head.embed
         self.embed = own if own is not None else target.model.get_input_embeddings().weight
         self.rows_of_head = self.head.shared_rows(target)
-        most = self.max_nodes if isinstance(self.tree, Shape) else self.tree.depth * self.tree.top_k
+        most = self.max_nodes if isinstance(self.tree, Shape) else self.tree.read
         self.cache = self.head.new_cache(rows.batch, rows.tokens.shape[1] + most + 1)
         if isinstance(self.tree, Shape):
             plan = reading_plan(self.tree)
@@ -310,7 +286,7 @@ class Eagle(Drafter):
     def propose(self, rows: Rows) -> TokenTree:
         logits = self.read_committed()  # [B, 1, V_d]
         if isinstance(self.tree, Grow):
-            return self.grow(logits, self.tree)
+            return grow(logits, self.tree, self.read_grown, self.named)[0]
         self.num_read = 0
         top = self.choose == "top" or rows.sampling.greedy
         pick: Pick = self.pick_top if top else partial(self.pick_drawn, rows)
@@ -385,40 +361,11 @@ class Eagle(Drafter):
 
     # A tree that grows.
 
-    def grow(self, logits: Tensor, spec: Grow) -> TokenTree:
-        """EAGLE-2's expansion and rerank, from the logits [B, 1, V_d] after the root."""
-        batch, k = len(logits), spec.top_k
-        device = logits.device
-        value = torch.zeros(batch, 1, device=device)  # log of the path's product, [B, w]
-        node = torch.full((batch, 1), -1, device=device)  # the frontier's place among all nodes
-        seen = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, w, read so far]
-        feature = self.feature
-        tokens: list[Tensor] = []
-        values: list[Tensor] = []
-        parents: list[Tensor] = []
-        for depth in range(1, spec.depth + 1):
-            best = logits.float().log_softmax(-1).topk(k, dim=-1)  # [B, w, k]
-            child = (value.unsqueeze(-1) + best.values).flatten(1)  # [B, w * k]
-            first = sum(t.shape[1] for t in tokens)
-            tokens.append(self.named(best.indices).flatten(1))
-            values.append(child)
-            parents.append(node.repeat_interleave(k, 1))
-            if depth == spec.depth:
-                break
-            value, place = child.topk(k, dim=-1)  # the frontier: [B, k] among the children
-            node = first + place
-            above = place // k  # which of the read nodes each hangs on
-            width = feature.shape[-1]
-            below = feature.gather(1, above.unsqueeze(-1).expand(-1, -1, width))
-            path = seen.gather(1, above.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
-            own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
-            seen = torch.cat([path, own], -1)
-            steps = torch.arange(depth, device=device).repeat_interleave(k).expand(batch, -1)
-            feature = self.step(tokens[-1].gather(1, place), below, steps, seen)
-            logits = self.head.logits(feature, self.rows_of_head)
-        return rerank(
-            torch.cat(tokens, 1), torch.cat(values, 1), torch.cat(parents, 1), self.max_nodes
-        )
+    def read_grown(self, tokens: Tensor, above: Tensor, steps: Tensor, sees: Tensor) -> Tensor:
+        """Reads k nodes of a growing tree, on the features of those that they hang on."""
+        below = above.unsqueeze(-1).expand(-1, -1, self.feature.shape[-1])
+        self.feature = self.step(tokens, self.feature.gather(1, below), steps, sees)
+        return self.head.logits(self.feature, self.rows_of_head)
 
     def observe(self, rows: Rows, kept: Kept) -> None:
         """Takes up the true features at the old root and the accepted nodes, and what followed."""
@@ -433,18 +380,3 @@ class Eagle(Drafter):
         step = torch.arange(most, device=rows.tokens.device)
         begin = (rows.lengths - kept.emitted).unsqueeze(1)
         self.tokens = rows.tokens.gather(1, (begin + step).clamp(max=rows.tokens.shape[1] - 1))
-
-
-def rerank(tokens: Tensor, values: Tensor, parents: Tensor, num_nodes: int) -> TokenTree:
-    """The ``num_nodes`` most valuable of all nodes, as a tree; all [B, M], parents before children.
-
-    The order is stable: of equal values the earlier, and so the shallower, node comes first, and
-    no node is kept whose parent is not (a draft probability of 1 makes them equal).
-    """
-    order = torch.argsort(values, dim=1, descending=True, stable=True)[:, :num_nodes]
-    order = order.sort(1).values  # back to topological order; siblings stay in order of rank
-    place = torch.full((len(values), values.shape[1] + 1), -1, device=values.device)
-    number = torch.arange(order.shape[1], device=values.device).expand_as(order)
-    place.scatter_(1, order, number)  # the last column stays -1: the root's
-    above = parents.gather(1, order) % place.shape[1]  # -1 is the last column
-    return TokenTree(tokens.gather(1, order), place.gather(1, above))

@@ -62,8 +62,13 @@ def new_draft(
     layers: int = 4,
     heads: int = 4,
     seed: int = 0,
+    near: bool = True,
 ) -> LanguageModel:
-    """An untrained small Llama over the target ids ``token_map`` [V_d]."""
+    """An untrained small Llama over the target ids ``token_map`` [V_d].
+
+    near: its (tied) embeddings begin as the target's, in their ``width`` principal directions, so
+    that it need not learn anew which tokens are alike.
+    """
     model = new_llama(
         seed,
         vocab_size=len(token_map),
@@ -79,7 +84,20 @@ def new_draft(
     )
     draft = load_target(model)
     draft.token_map, draft.read_map = token_map, nearest_known(target, token_map)
+    if near:
+        theirs = target.model.get_input_embeddings().weight.detach()[token_map].float()
+        ours: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
+        with torch.no_grad():
+            ours.copy_(_narrowed(theirs, width) * ours.std())
     return draft
+
+
+def _narrowed(rows: Tensor, width: int) -> Tensor:
+    """[V, H] to [V, width], scaled to a standard deviation of 1: the nearest of that rank."""
+    u, s, _ = torch.linalg.svd(rows, full_matrices=False)
+    found = F.pad(u * s, (0, max(0, width - len(s))))[:, :width]
+    # Each direction's spread is the target's; which way it points in the draft does not matter.
+    return found / found.std()
 
 
 class DraftLearner(Learner):
