@@ -36,12 +36,14 @@ from torch import Tensor, nn
 
 from . import plots
 from .bench_report import NAN, OURS, THEIRS, summarise, tables
-from .demo import Prompt, all_methods, load_prompts, machine
+from .demo import all_methods, machine
 from .drafters import Drafter, DraftModel, Oracle
 from .exactness import first_divergence
 from .generate import Generation, _Run
+from .heads import load_head, shipped
 from .models import LanguageModel, is_whole
 from .peers import has_peer, peer_generate
+from .prompts import Prompt, load_prompts
 from .sampling import Sampling
 from .trace import Trace
 
@@ -61,10 +63,6 @@ class Method:
     missing: str = ""
 
 
-# Drafters that need weights of their own, by the name that tables and figures use.
-TRAINED: dict[str, Callable[[LanguageModel], Drafter]] = {}
-
-
 def methods(target: LanguageModel, draft_model: LanguageModel | None = None) -> list[Method]:
     """Every method of ours for this target. A new drafter is added here and nowhere else.
 
@@ -73,9 +71,9 @@ def methods(target: LanguageModel, draft_model: LanguageModel | None = None) -> 
     found = [Method(name, drafter) for name, drafter in all_methods().items()]
     if draft_model is not None:
         found.append(Method("draft model", DraftModel(draft_model)))
-    for name, load in TRAINED.items():
+    for name in shipped():
         try:
-            found.append(Method(name, load(target)))
+            found.append(Method(name, load_head(name, target)))
         except (OSError, ValueError) as error:
             found.append(Method(name, missing=str(error)))
     return found
@@ -90,7 +88,7 @@ def with_peers(ours: Iterable[Method]) -> list[Method]:
 
 def names(draft_model: bool = False) -> list[str]:
     """What ``methods`` will find, weights or not, before a target is loaded."""
-    return [*all_methods(), *(["draft model"] if draft_model else []), *TRAINED]
+    return [*all_methods(), *(["draft model"] if draft_model else []), *shipped()]
 
 
 def choose(there: Sequence[str], asked: Iterable[str]) -> list[str]:
@@ -226,7 +224,7 @@ def run_bench(
         prompts, temperatures, batch=batch, max_new_tokens=max_new_tokens, repeats=repeats
     )
     cells = [(law, way) for law in laws for way in ways]
-    units = [(group, [_ids(target, p) for p in group]) for group in batches(prompts, batch)]
+    units = [(group, [p.ids(target) for p in group]) for group in batches(prompts, batch)]
     say = progress or (lambda text: None)
     broken: dict[int, str] = {}  # cells that fail on the warm-up are not tried again
     for i, (law, way) in enumerate(cells):  # the first passes of a process are slow
@@ -263,12 +261,6 @@ def _ways(given: Sequence[Method] | Mapping[str, Drafter | None]) -> list[Method
     if len({(way.engine, way.name) for way in ways}) < len(ways):
         raise ValueError("two methods have one name")
     return ways
-
-
-def _ids(target: LanguageModel, prompt: Prompt) -> list[int]:
-    """A prompt by the chat template; models that have none read it as it is."""
-    chats = getattr(target.tokenizer, "chat_template", None)
-    return target.encode(prompt.chat() if chats else prompt.text)
 
 
 def _title(way: Method) -> str:

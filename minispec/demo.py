@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,9 @@ from rich.table import Table
 
 from .drafters import Drafter, EarlyExit, Oracle, PromptLookup
 from .generate import Generation, generate, stream
+from .heads import load_head, shipped
 from .models import LanguageModel
+from .prompts import Prompt, data_dir, load_prompts
 from .show import ACCEPTED_STYLE, OWN_STYLE
 from .trace import pooled
 
@@ -24,44 +24,34 @@ DEMO_PROMPTS = ("conversation-01", "summarisation-01", "mathematics-01", "retrie
 STREAMED = "prompt lookup"
 
 
-@dataclass
-class Prompt:
-    """One line of data/prompts.jsonl."""
-
-    id: str
-    kind: str
-    split: str
-    text: str
-
-    def chat(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.text}]
-
-
-def data_dir() -> Path:
-    """MINISPEC_DATA, else data/ of the checkout that the package lies in."""
-    folder = Path(os.environ.get("MINISPEC_DATA") or Path(__file__).parent.parent / "data")
-    if not (folder / "prompts.jsonl").is_file():
-        raise FileNotFoundError(
-            f"no prompts.jsonl in {folder}: run from a checkout of minispec, or set MINISPEC_DATA"
-        )
-    return folder
-
-
-def load_prompts(split: str | None = None, kind: str | None = None) -> list[Prompt]:
-    """The project's prompts; split "dev" or "test", kind one of the six; None: all."""
-    lines = (data_dir() / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [Prompt(**json.loads(line)) for line in lines]
-    return [p for p in prompts if split in (None, p.split) and kind in (None, p.kind)]
+__all__ = ["Prompt", "data_dir", "load_prompts"]
 
 
 def all_methods() -> dict[str, Drafter | None]:
-    """Every drafter, under the name that tables and figures use."""
+    """Every drafter that needs no training, under the name that tables and figures use."""
     return {
         "plain": None,
         "prompt lookup": PromptLookup(num_tokens=8),
         "early exit": EarlyExit(layer=24, num_tokens=2),
         "oracle": Oracle(alpha=0.8, num_tokens=6),
     }
+
+
+def demo_methods(
+    target: LanguageModel, like: dict[str, Drafter | None] | None = None
+) -> dict[str, Drafter | None]:
+    """Those, and every head that comes with the project; a distilled draft replaces early exit.
+
+    like: the methods of the same target in another dtype, whose trees are drafted again.
+    """
+    found = all_methods()
+    for name in shipped():
+        tree = like[name].tree if like else None  # type: ignore[union-attr]
+        found[name] = load_head(name, target, tree)
+    if "distilled draft" in found:
+        del found["early exit"]
+    oracle = {"oracle": found.pop("oracle")}
+    return found | oracle
 
 
 @dataclass
@@ -97,7 +87,7 @@ def run_demo(
 
     exact: the same model in float32, on which the texts are compared once more (half as long).
     """
-    methods = all_methods()
+    methods = demo_methods(target)
     console.print(f"[{ACCEPTED_STYLE}]drafted and accepted[/]  [{OWN_STYLE}]the target's own[/]")
     for prompt in prompts:
         console.rule(f"{prompt.id}", align="left")
@@ -107,7 +97,8 @@ def run_demo(
     runs = run_all(target, methods, prompts, console, max_new_tokens)
     checks = None
     if exact is not None:
-        checks = run_all(exact, methods, prompts, console, max_new_tokens // 2)
+        again = demo_methods(exact, like=methods)
+        checks = run_all(exact, again, prompts, console, max_new_tokens // 2)
     console.print(table(target, runs, checks))
     return runs
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -257,6 +257,35 @@ def medusa_greedy(accuracy: Any, num_nodes: int) -> Shape:
     return from_paths(paths)
 
 
+def path_values(ranks: Any, most: int, max_nodes: int = 128) -> dict[Path, float]:
+    """How often each path of ranks was the text's own: the likeliest paths, best first.
+
+    ranks [D, M]: at M places of a text, at which rank a draft held each of the next D tokens;
+    ``most`` and above: not among its candidates. Counted jointly, so that nothing is assumed:
+    where a head is right, the next one often is too, which products of accuracies by depth
+    (``medusa_greedy``, ``sequoia``) cannot know. A path is never more frequent than its parent,
+    so the first n of them are a tree for every n, and the best of n nodes on that text.
+    """
+    table = np.asarray(ranks)
+    if table.ndim != 2 or not table.shape[1]:
+        raise ValueError("ranks are a table [depth, place] with one place or more")
+    found: list[tuple[float, int, Path]] = []
+    live = np.arange(table.shape[1])  # places whose path is a draft's candidate so far
+    code = np.zeros(len(live), dtype=np.int64)  # the path as a number, digit by digit
+    paths: dict[int, Path] = {0: ()}
+    for row in table:
+        inside = row[live] < most
+        live, parent = live[inside], code[inside]
+        code = parent * most + row[live]
+        codes, counts = np.unique(code, return_counts=True)
+        paths = {int(c): (*paths[int(c) // most], int(c) % most) for c in codes}
+        found += [
+            (-n / table.shape[1], len(paths[int(c)]), paths[int(c)])
+            for c, n in zip(codes, counts, strict=True)
+        ]
+    return {path: -value for value, _, path in sorted(found)[:max_nodes]}
+
+
 def sequoia(
     p: Any, num_nodes: int, depth: int | None = None, branching: int | None = None
 ) -> Shape:
@@ -372,3 +401,25 @@ def best_shape(
     deep, size = place
     shape = from_paths(best.paths(0, deep, size + 1))
     return Plan(shape, float(best.subtree(0, deep)[size + 1]), won)
+
+
+def best_of(
+    values: Mapping[Path, float],
+    t: Callable[[int], float],
+    draft_step_s: float,
+    *,
+    max_depth: int | None = None,
+    round_s: float = 0.0,
+) -> Plan:
+    """``best_shape`` from ``path_values``: the best depth, and the likeliest paths within it."""
+    deepest = max((len(path) for path in values), default=0)
+    plain, plan = t(1), Plan(Shape(()), 1.0, 1.0)
+    for deep in range(1, min(deepest, max_depth or deepest) + 1):
+        within = [path for path in values if len(path) <= deep]
+        tokens = 1.0
+        for size, path in enumerate(within, 1):
+            tokens += values[path]
+            speedup = tokens * plain / (t(size + 1) + deep * draft_step_s + round_s)
+            if speedup > plan.speedup:
+                plan = Plan(from_paths(within[:size]), tokens, speedup)
+    return plan

@@ -16,6 +16,7 @@ COLORS = {
     "accepted": "#0072B2",
     "own": "#D55E00",
     "draft model": "#E69F00",
+    "distilled draft": "#E69F00",
     "prompt lookup": "#009E73",
     "early exit": "#CC79A7",
     "oracle": "#000000",

@@ -74,7 +74,7 @@ def test_the_demo_compares_every_method(folder, monkeypatch):
         "early exit": ms.EarlyExit(1, 2),
         "oracle": ms.Oracle(0.8, 4),
     }
-    monkeypatch.setattr(demo, "all_methods", lambda: methods)
+    monkeypatch.setattr(demo, "demo_methods", lambda target, like=None: methods)
     target = ms.load_target(folder, dtype="float32")
     prompts = [demo.Prompt(f"p{i}", "conversation", "dev", f"w{i} w7 w8") for i in (3, 4)]
     console = Console(record=True, width=120)
@@ -114,6 +114,7 @@ def small_methods(monkeypatch):
 
     found = {"plain": None, "prompt lookup": ms.PromptLookup(3), "early exit": ms.EarlyExit(9)}
     monkeypatch.setattr(bench, "all_methods", lambda: found)
+    monkeypatch.setattr(bench, "shipped", dict)
     prompts = [demo.Prompt(f"m{i}", "mathematics", "test", f"w{i} w7 w8 w7") for i in range(5)]
     monkeypatch.setattr(bench, "load_prompts", lambda split: prompts)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import minispec as ms
 from minispec import plots
@@ -302,3 +307,63 @@ def test_the_mask_picture_is_the_mask():
     assert (drawn[:, 0] == 0.4).all()  # the committed text, seen by all
     assert [t.get_text() for t in ax.get_yticklabels()] == ["root", *map(str, range(7))]
     assert [t.get_text() for t in ax.texts] == [f"+{d}" for d in (0, *SMALL.depths)]
+
+
+# From what was counted.
+
+
+def test_path_values_are_counted_jointly():
+    #                place  0  1  2  3  4  5  6  7
+    ranks = np.array([[0, 0, 0, 0, 1, 1, 9, 2], [0, 0, 1, 9, 0, 9, 0, 9]])
+    values = sh.path_values(ranks, most=3)
+    assert values == {
+        (0,): 4 / 8, (1,): 2 / 8, (0, 0): 2 / 8, (2,): 1 / 8, (0, 1): 1 / 8, (1, 0): 1 / 8
+    }  # fmt: skip
+    assert list(values) == [(0,), (1,), (0, 0), (2,), (0, 1), (1, 0)], "best first, then shallow"
+    assert list(sh.path_values(ranks, most=3, max_nodes=2)) == [(0,), (1,)]
+    with pytest.raises(ValueError, match="depth, place"):
+        sh.path_values([1, 2], 3)
+
+
+@given(st.integers(0, 10_000))
+def test_the_first_n_paths_are_the_best_tree_on_their_text(seed):
+    """Against every tree of that size, by how many tokens each would have got right."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, 4, 30)
+    ranks = np.stack([first, np.where(rng.random(30) < 0.5, first, rng.integers(0, 4, 30))])
+    values = sh.path_values(ranks, most=3)
+    every = list(values)
+
+    def accepted(paths: Sequence[tuple[int, ...]]) -> int:
+        kept = set(paths)
+        return sum(
+            (int(a) < 3 and (int(a),) in kept) + (max(a, b) < 3 and (int(a), int(b)) in kept)
+            for a, b in ranks.T
+        )
+
+    for size in (1, 2, 3):
+        best = max(
+            accepted(some)
+            for some in itertools.combinations(every, size)
+            if all(p[:-1] in some or len(p) == 1 for p in some)
+        )
+        chosen = sh.from_paths(every[:size])
+        assert accepted(chosen.paths) == best
+        assert sum(list(values.values())[:size]) * 30 == pytest.approx(best)
+
+
+def test_best_of_weighs_depth_against_its_price():
+    values = {(0,): 0.6, (0, 0): 0.5, (0, 0, 0): 0.4, (1,): 0.1}
+
+    def flat(n: int) -> float:
+        return 1.0 + 0.01 * n
+
+    free = sh.best_of(values, flat, 0.0)
+    assert free.shape.paths == ((0,), (1,), (0, 0), (0, 0, 0))
+    assert free.tokens == pytest.approx(2.6)
+    assert free.speedup == pytest.approx(2.6 * 1.01 / 1.05)
+    dear = sh.best_of(values, flat, 0.3)
+    assert dear.shape.depth < 3
+    assert sh.best_of(values, flat, 0.0, max_depth=1).shape.paths == ((0,), (1,))
+    assert sh.best_of(values, flat, 5.0).shape.size == 0
+    assert sh.best_of({}, flat, 0.0).speedup == 1.0

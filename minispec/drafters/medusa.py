@@ -101,12 +101,12 @@ class Medusa(Drafter):
     def __init__(self, heads: MedusaHeads, shape: Shape) -> None:
         if shape.depth > heads.num_heads:
             raise ValueError(f"a tree of depth {shape.depth} needs as many heads, not {len(heads)}")
-        self.heads, self.shape, self.max_nodes = heads, shape, shape.size
+        self.heads, self.tree, self.max_nodes = heads, shape, shape.size
 
     def check(self, target: LanguageModel, longest: int) -> None:
         held = self.heads.token_map
         vocab = len(held) if held is not None else self.heads.vocab_size or target.vocab_size
-        check_head(target, self.heads.width, held, vocab, self.shape.branching)
+        check_head(target, self.heads.width, held, vocab, self.tree.branching)
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         assert prompt is not None
@@ -115,9 +115,9 @@ class Medusa(Drafter):
         self.feature = prompt.hidden.gather(1, last).squeeze(1)  # [B, H] at the token before root
 
     def propose(self, rows: Rows) -> TokenTree:
-        logits = self.heads(self.feature, self.rows_of_head)[: self.shape.depth]  # [D, B, V_d]
-        best = logits.topk(self.shape.branching, dim=-1).indices.transpose(0, 1)  # [B, D, K]
-        return self.shape.tree(best if self.heads.token_map is None else self.heads.token_map[best])
+        logits = self.heads(self.feature, self.rows_of_head)[: self.tree.depth]  # [D, B, V_d]
+        best = logits.topk(self.tree.branching, dim=-1).indices.transpose(0, 1)  # [B, D, K]
+        return self.tree.tree(best if self.heads.token_map is None else self.heads.token_map[best])
 
     def observe(self, rows: Rows, kept: Kept) -> None:
         """Keeps the feature of the last accepted token: the new root hangs on it."""

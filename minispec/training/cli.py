@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -81,8 +82,8 @@ def pack(
     model: Model = "smollm2",
 ) -> None:
     """Joins the batches into one file without duplicates and without the measuring prompts."""
-    from ..demo import load_prompts
     from ..models import load_target
+    from ..prompts import load_prompts
     from .corpus import card, merge, save_batch
 
     try:
@@ -122,6 +123,7 @@ def train(
     loss: Annotated[str, typer.Option(help="draft: forward kl, reverse kl, tvd.")] = "forward kl",
     labels: Annotated[str, typer.Option(help="medusa: soft or hard.")] = "soft",
     unroll: Annotated[int | None, typer.Option(help="eagle: steps; default 1, eagle3 5.")] = None,
+    dev: Annotated[bool, typer.Option(help="Note tau by kind on the dev prompts.")] = True,
     threads: Annotated[int | None, typer.Option(help="Of this process.")] = None,
     cpu: Annotated[bool, typer.Option(help="Train on the CPU.")] = False,
 ) -> None:
@@ -131,7 +133,9 @@ def train(
     """
     import torch
 
+    from ..heads import note_tau
     from ..models import load_target
+    from ..prompts import load_prompts
     from .corpus import target_facts
     from .eagle import EagleLearner
     from .run import (
@@ -175,6 +179,8 @@ def train(
         )
         facts = {"kind": what.value, "options": options, "corpus": named} | target_facts(target)
         log = run_training(learner, data, recipe, work or out / "work", out, facts, cpu=cpu)
+        if dev and int(os.environ.get("RANK", "0")) == 0:
+            note_tau(out, target, load_prompts("dev"))
     except (ValueError, OSError) as error:
         raise fail(error) from error
     last = log.iloc[-1].to_dict()

@@ -23,8 +23,8 @@ from ..checkpoints import save_draft
 from ..drafters.base import head_rows
 from ..models import LanguageModel, load_target, new_llama
 from .corpus import Text
-from .data import Batch
-from .fit import Learner
+from .data import Batch, places_of
+from .fit import Learner, rank_of
 
 LOSSES = ("forward kl", "reverse kl", "tvd")
 
@@ -104,7 +104,7 @@ class DraftLearner(Learner):
     """Trains ``draft`` (with a token map) to the law of the target that made the features."""
 
     rows: Tensor
-    token_map: Tensor
+    known: Tensor
     read_map: Tensor
 
     def __init__(
@@ -124,7 +124,8 @@ class DraftLearner(Learner):
         self.model = draft.model  # registered, so that its parameters are found
         rows = head_rows(target, draft.token_map).detach().float()  # [V_d, H]
         self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("token_map", draft.token_map, persistent=False)
+        known = places_of(draft.token_map, target.vocab_size)
+        self.register_buffer("known", known, persistent=False)
         self.register_buffer("read_map", draft.read_map, persistent=False)
 
     def logits(self, batch: Batch) -> Tensor:
@@ -149,12 +150,17 @@ class DraftLearner(Learner):
         return loss, learn.sum()
 
     @torch.no_grad()
-    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        said = self.token_map[self.logits(batch).argmax(-1)]  # [R, T] for token t+1
-        right = (said == batch.ahead(batch.tokens, 1)) & batch.has_ahead(1)
-        # The text up to a draft that is right is the text: one pass judges every step.
-        hits = torch.stack([batch.ahead(right, i) & batch.has_ahead(i + 1) for i in range(5)])
-        return hits[: self.steps], batch.has_ahead(1) & batch.ahead(batch.greedy, 1)
+    def ranks(self, batch: Batch, most: int = 10) -> tuple[Tensor, Tensor]:
+        """The text up to a draft that is right is the text: one pass judges every step."""
+        label = self.known[batch.ahead(batch.tokens, 1)]
+        inside = batch.has_ahead(1) & (label >= 0)
+        rank = torch.full(label.shape, most, device=label.device)
+        rank = rank.masked_scatter(inside, rank_of(self.logits(batch)[inside], label[inside], most))
+        found = [
+            batch.ahead(rank, i).masked_fill(~batch.has_ahead(i + 1), most)
+            for i in range(self.steps)
+        ]
+        return torch.stack(found), batch.has_ahead(1) & batch.ahead(batch.greedy, 1)
 
     def save(self, folder: Path) -> None:
         save_draft(self.draft, folder)

@@ -24,7 +24,7 @@ from ..drafters.base import head_rows
 from ..drafters.eagle import EagleHead
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Learner
+from .fit import Learner, rank_of
 
 DECAY = 0.8
 TOKEN_WEIGHT = 0.1  # EAGLE-1's, of the token loss beside the feature loss
@@ -35,7 +35,7 @@ class EagleLearner(Learner):
     """Trains ``head``.
 
     steps: how often it is unrolled in training; EAGLE-1's own way is 1. feature_loss: EAGLE-1's
-    SmoothL1. measured: how many drafted tokens ``hits`` follows.
+    SmoothL1. measured: how many drafted tokens ``ranks`` follows.
     """
 
     rows: Tensor
@@ -123,14 +123,16 @@ class EagleLearner(Learner):
         return found
 
     @torch.no_grad()
-    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def ranks(self, batch: Batch, most: int = 10) -> tuple[Tensor, Tensor]:
         hidden = batch.hidden.to(self.rows.dtype)
-        hits = []
+        found = []
         for i, out in enumerate(self.unroll(batch, hidden, self.measured)):
-            said = self.head.logits(out, self.rows).argmax(-1)
             label = self.known[batch.ahead(batch.tokens, 2 + i)]
-            hits.append((said == label) & batch.has_ahead(2 + i))
-        return torch.stack(hits), batch.has_ahead(2) & batch.ahead(batch.greedy, 2)
+            inside = batch.has_ahead(2 + i) & (label >= 0)
+            rank = rank_of(self.head.logits(out[inside], self.rows), label[inside], most)
+            full = torch.full(label.shape, most, device=label.device)
+            found.append(full.masked_scatter(inside, rank))
+        return torch.stack(found), batch.has_ahead(2) & batch.ahead(batch.greedy, 2)
 
     def save(self, folder: Path) -> None:
         save_eagle(self.head, folder, len(self.known))

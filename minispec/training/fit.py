@@ -84,11 +84,12 @@ class Learner(nn.Module):
         """The sum of the losses over a batch, and how many terms there are in it."""
         raise NotImplementedError
 
-    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the draft would have got right: hits [steps, R, T] and valid [R, T], bool.
+    def ranks(self, batch: Batch, most: int = 10) -> tuple[Tensor, Tensor]:
+        """At which rank the draft held the text's own tokens: ranks [steps, R, T], valid [R, T].
 
-        hits[i, r, t]: in a draft begun when token t is the last one known, the (i+1)-th token is
-        the text's own. Right only counts where all before it were; ``run_lengths`` sees to that.
+        ranks[i, r, t]: in a draft begun where place t says it, of the (i+1)-th token, all before
+        it being the text's; ``most``: not among the best ``most``. valid: the places from which
+        greedy answers are drafted.
         """
         raise NotImplementedError
 
@@ -97,13 +98,22 @@ class Learner(nn.Module):
         raise NotImplementedError
 
 
+def rank_of(logits: Tensor, label: Tensor, most: int) -> Tensor:
+    """The rank [M] of each label [M] among logits [M, V]; ``most``: not among the best ``most``."""
+    best = logits.topk(min(most, logits.shape[-1]), -1).indices == label.unsqueeze(-1)
+    return torch.where(best.any(-1), best.long().argmax(-1), most)
+
+
 def run_lengths(hits: Tensor) -> Tensor:
     """hits [steps, ...] to how many drafted tokens in a row are right [...]."""
     return hits.long().cumprod(0).sum(0)
 
 
 def acceptance(hits: Tensor, valid: Tensor) -> dict[str, float]:
-    """tau of a greedy chain as long as the draft, and n-alpha by position; see ``Learner.hits``."""
+    """tau of a greedy chain as long as the draft, and n-alpha by position.
+
+    hits [steps, ...]: whether the draft's first choices were the text's; see ``Learner.ranks``.
+    """
     runs = run_lengths(hits)[valid]
     found = {"tau": 1 + float(runs.double().mean()) if len(runs) else math.nan}
     for n in range(1, len(hits) + 1):
@@ -219,19 +229,27 @@ def _update(
     return float(total[0] / total[1].clamp(min=1))
 
 
-@torch.no_grad()
-def validate(learner: Learner, data: TextData, rows: int = 8) -> dict[str, float]:
+def validate(learner: Learner, data: TextData) -> dict[str, float]:
     """tau and n-alpha of the draft on held-out greedy answers: see ``acceptance``."""
+    ranks = held_out_ranks(learner, data, 1)
+    return acceptance(ranks == 0, torch.ones_like(ranks[0], dtype=torch.bool))
+
+
+@torch.no_grad()
+def held_out_ranks(learner: Learner, data: TextData, most: int = 10, rows: int = 8) -> Tensor:
+    """[steps, M] ``Learner.ranks`` at the M places from which held-out greedy answers are drafted.
+
+    What a static tree is chosen by: see ``shapes.path_values``.
+    """
     learner.eval()
     device = next(learner.parameters()).device
-    hits, valid = [], []
+    found = []
     for begin in range(0, len(data), rows):
         batch = data.batch(range(begin, min(begin + rows, len(data)))).to(device)
-        h, v = learner.hits(batch)
-        hits.append(h.flatten(1).cpu())
-        valid.append(v.flatten().cpu())
+        ranks, valid = learner.ranks(batch, most)
+        found.append(ranks[:, valid].cpu())
     learner.train()
-    return acceptance(torch.cat(hits, 1), torch.cat(valid))
+    return torch.cat(found, 1)
 
 
 class _Log:

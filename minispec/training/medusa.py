@@ -19,7 +19,7 @@ from ..drafters.base import head_rows
 from ..drafters.medusa import MedusaHeads
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Learner
+from .fit import Learner, rank_of
 
 DECAY = 0.8
 
@@ -62,15 +62,8 @@ class MedusaLearner(Learner):
         return total, count
 
     @torch.no_grad()
-    def hits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        ranks = self.ranks(batch, 1)
-        # Drafts hang on token t+1; head 0 guesses t+2.
-        valid = batch.has_ahead(2) & batch.ahead(batch.greedy, 2)
-        return ranks == 0, valid
-
-    @torch.no_grad()
-    def ranks(self, batch: Batch, most: int = 10) -> Tensor:
-        """[heads, R, T] at which rank each head held the text's token; ``most``: not among them."""
+    def ranks(self, batch: Batch, most: int = 10) -> tuple[Tensor, Tensor]:
+        """A draft hangs on token t+1, which the target has said; head 0 guesses t+2."""
         found = []
         hidden = batch.hidden.to(self.rows.dtype)
         for k, head in enumerate(self.heads):
@@ -78,11 +71,9 @@ class MedusaLearner(Learner):
             inside = batch.has_ahead(2 + k) & (label >= 0)
             logits = head(hidden[inside])
             logits = logits if self.heads.vocab_size else F.linear(logits, self.rows)
-            best = logits.topk(most, -1).indices == label[inside].unsqueeze(-1)  # [M, most]
-            rank = torch.where(best.any(-1), best.long().argmax(-1), most)
             full = torch.full(label.shape, most, device=label.device)
-            found.append(full.masked_scatter(inside, rank))
-        return torch.stack(found)
+            found.append(full.masked_scatter(inside, rank_of(logits, label[inside], most)))
+        return torch.stack(found), batch.has_ahead(2) & batch.ahead(batch.greedy, 2)
 
     def save(self, folder: Path) -> None:
         save_medusa(self.heads, folder)

@@ -11,19 +11,20 @@ from typing import Any
 import pandas as pd
 
 from ..checkpoints import default_taps
-from ..demo import data_dir
 from ..drafters.eagle import EagleConfig, EagleHead
 from ..drafters.medusa import MedusaHeads
 from ..fetch import sha256
 from ..models import LanguageModel
+from ..prompts import data_dir
+from ..shapes import path_values
 from .corpus import Text, load_batch
 from .data import TextData, cache_features, held_out
 from .distil import DraftLearner, frequent_tokens, new_draft
 from .eagle import EagleLearner
-from .fit import Learner, Recipe, fit
+from .fit import Learner, Recipe, fit, held_out_ranks
 from .medusa import MedusaLearner
 
-LARGEST = 12 * 2**20  # bytes of a shipped head's weights
+RANKS = 10  # candidates a place, from which a tree is chosen
 
 
 def load_corpus(path: Path | None = None) -> tuple[list[Text], str]:
@@ -152,6 +153,8 @@ def train(
     learner.save(out)
     last = log[log["tau"].notna()].iloc[-1]
     card = dict(facts)
+    values = path_values(held_out_ranks(learner, data[1], RANKS).numpy(), RANKS)
+    card["path values"] = {" ".join(map(str, path)): round(v, 4) for path, v in values.items()}
     card["training tokens"], card["recipe"] = data[0].tokens, asdict(recipe)
     card["validation"] = {
         name: round(float(last[name]), 4)

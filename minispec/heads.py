@@ -1,0 +1,165 @@
+"""The trained drafts that come with the project, each with the tree that pays on this machine.
+
+``data/heads/<name>/`` holds the weights and ``card.json``: how they were trained, how well they
+draft, and for which target (its hash). A static tree is a bargain between what a path is worth,
+which was counted once and stands in the card, and what the machine takes for it, which is measured
+when the head is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from .checkpoints import load_eagle, load_medusa
+from .costs import CostModel, time_pass
+from .drafters import Drafter, Eagle, Grow, Medusa, TreeDraft
+from .fetch import sha256
+from .generate import generate
+from .models import LanguageModel, load_target
+from .prompts import Prompt, data_dir
+from .shapes import Plan, Shape, best_of, from_paths
+from .trace import Trace, pooled
+
+NAMES = {"distilled draft": "draft", "medusa": "medusa", "eagle": "eagle", "eagle-3": "eagle3"}
+TREES = ("draft", "medusa")  # kinds of head that a static tree is chosen for
+
+
+def shipped() -> dict[str, Path]:
+    """The folders of the heads that are there, by the name that tables and figures use."""
+    found = {name: data_dir() / "heads" / folder for name, folder in NAMES.items()}
+    return {name: path for name, path in found.items() if (path / "card.json").is_file()}
+
+
+def card(name: str | Path) -> dict[str, Any]:
+    """The card of a shipped head (by name) or of a folder that ``minispec train`` wrote."""
+    return json.loads((_folder(name) / "card.json").read_text(encoding="utf-8"))
+
+
+def _folder(name: str | Path) -> Path:
+    folder = Path(name) if isinstance(name, Path) else shipped().get(name, Path(name))
+    if not (folder / "card.json").is_file():
+        raise FileNotFoundError(
+            f"no head {str(name)!r}: there are {', '.join(shipped()) or 'none'}, and any folder "
+            "that minispec train wrote"
+        )
+    return folder
+
+
+def load_head(name: str | Path, target: LanguageModel, tree: Shape | Grow | None = None) -> Drafter:
+    """A trained draft or head for its target, as a drafter.
+
+    name: of a shipped one ("distilled draft", "medusa", ...), or a folder. tree: what it drafts;
+    None: the tree that pays best here, see ``best_tree``, which times the machine for a second or
+    two. Raises ValueError if it was trained for another target.
+    """
+    folder = _folder(name)
+    facts = card(folder)
+    check_target(facts, target, folder.name)
+    make = maker(facts["kind"], folder, target)
+    return make(tree if tree is not None else best_tree(target, facts, make).shape)
+
+
+def check_target(facts: dict[str, Any], target: LanguageModel, name: str) -> None:
+    """Raises ValueError unless ``target`` is the one that the card names."""
+    weights = Path(str(target.config.name_or_path)) / "model.safetensors"
+    wanted = facts.get("target sha256")
+    if wanted is None:
+        return
+    if not weights.is_file():
+        raise ValueError(f"{name} was trained for {facts['target']}, and this target is not that")
+    if _hash(weights, weights.stat().st_mtime_ns) != wanted:
+        raise ValueError(f"{name} was trained for {facts['target']}, not for these weights")
+
+
+_hashes: dict[tuple[Path, int], str] = {}
+
+
+def _hash(path: Path, changed: int) -> str:
+    if (path, changed) not in _hashes:
+        _hashes[path, changed] = sha256(path)
+    return _hashes[path, changed]
+
+
+def maker(kind: str, folder: Path, target: LanguageModel) -> Callable[[Any], Drafter]:
+    """Reads the weights once: what makes a drafter of a tree."""
+    if kind == "draft":
+        draft = load_target(str(folder), dtype=target.dtype, device=target.device)
+        return lambda tree: TreeDraft(draft, tree)
+    if kind == "medusa":
+        heads = load_medusa(folder).to(target.device, target.dtype)
+        return lambda tree: Medusa(heads, tree)
+    head = load_eagle(folder, target.num_layers).to(target.device, target.dtype)
+    return lambda tree: Eagle(head, tree)
+
+
+# Which tree.
+
+_timed: WeakKeyDictionary[nn.Module, CostModel] = WeakKeyDictionary()
+
+
+def pass_times(target: LanguageModel) -> CostModel:
+    """t(n) of this target here, measured once a process (about a second)."""
+    if target.model not in _timed:
+        room = min(256, target.context_limit or 256)
+        tokens = [n for n in (1, 2, 4, 8, 16, 32, 64) if 2 * n <= room]
+        times = time_pass(target, tokens, context=(room // 2,), repeats=5)
+        _timed[target.model] = CostModel(times["tokens"].tolist(), times["seconds"].tolist())
+    return _timed[target.model]
+
+
+def best_tree(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any], Drafter]) -> Plan:
+    """The static tree with the largest speed-up here, at batch 1: see ``shapes.best_of``.
+
+    facts: a card with "path values". A first tree, chosen as if drafting were free, is run on
+    random text for a few rounds, to see what a level costs to draft and a round beside its pass.
+    """
+    values = {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
+    t = pass_times(target).t
+    trial = _some(best_of(values, t, 0.0), values).shape
+    chance = torch.Generator().manual_seed(0)
+    prompt = torch.randint(target.vocab_size, (1, 64), generator=chance)
+    rounds = generate(target, prompt, make(trial), max_new_tokens=12, eos=()).trace.rounds[1:]
+    passing = float(t(trial.size + 1))
+    draft = median(r.draft_s or max(0.0, r.total_s - passing) for r in rounds)
+    rest = median(max(0.0, r.total_s - r.draft_s - (r.target_s or passing)) for r in rounds)
+    if facts["kind"] == "medusa":  # all levels at once
+        return _some(best_of(values, t, 0.0, round_s=rest + draft), values)
+    return _some(best_of(values, t, draft / trial.depth, round_s=rest), values)
+
+
+def _some(plan: Plan, values: dict[tuple[int, ...], float]) -> Plan:
+    """A drafter drafts: where nothing pays, its likeliest token."""
+    if plan.shape.size:
+        return plan
+    first = next(iter(values))
+    return Plan(from_paths([first]), 1 + values[first], plan.speedup)
+
+
+def note_tau(folder: Path, target: LanguageModel, prompts: Sequence[Prompt]) -> None:
+    """Adds to a head's card what it is worth on ``prompts``, and with which tree."""
+    facts, drafter = card(folder), load_head(folder, target)
+    tree = drafter.tree  # type: ignore[attr-defined]
+    facts["tree"] = [list(p) for p in tree.paths] if isinstance(tree, Shape) else asdict(tree)
+    facts["tau by kind"] = tau_by_kind(target, drafter, prompts)
+    (folder / "card.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def tau_by_kind(
+    target: LanguageModel, drafter: Drafter, prompts: Iterable[Prompt], max_new_tokens: int = 96
+) -> dict[str, float]:
+    """tau of greedy answers by kind of prompt, and over "all" of them: for a card."""
+    traces: dict[str, list[Trace]] = {}
+    for prompt in prompts:
+        out = generate(target, [prompt.ids(target)], drafter, max_new_tokens=max_new_tokens)
+        traces.setdefault(prompt.kind, []).append(out.trace)
+        traces.setdefault("all", []).append(out.trace)
+    return {kind: round(pooled(some).tau, 3) for kind, some in traces.items()}
