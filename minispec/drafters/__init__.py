@@ -8,6 +8,7 @@ from .early_exit import EarlyExit
 from .grow import Grow
 from .lookup import PromptLookup
 from .medusa import Medusa, MedusaHeads
+from .merged import Merged
 from .oracle import Oracle
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Grow",
     "Medusa",
     "MedusaHeads",
+    "Merged",
     "Oracle",
     "PromptLookup",
     "Rows",

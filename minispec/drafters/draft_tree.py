@@ -147,8 +147,9 @@ class TreeDraft(DraftModel):
 
     def observe(self, rows: Rows, kept: Kept) -> None:
         """The accepted nodes that were read move down behind the root, to be read no more."""
-        nodes = self.place.shape[1]  # [B, N] below: a path's last node may be one that was not read
-        path = self.place.gather(1, kept.path % nodes)
+        none = self.place.shape[1] - 1  # the column of no node, and of one that another drafted
+        index = kept.path.masked_fill(kept.path < 0, none).clamp(max=none)
+        path = self.place.gather(1, index)  # [B, N]: a path's last node may not have been read
         count = (path >= 0).sum(1).cpu()
         self.cache.set_lengths(self.cache.lengths_host - 1)  # ``keep`` counts from the root on
         self.cache.keep(path, count + 1)
