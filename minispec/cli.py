@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,14 @@ class DrafterName(StrEnum):
     none = "none"
     lookup = "lookup"
     early_exit = "early-exit"
+    draft = "draft"
+    medusa = "medusa"
+    eagle = "eagle"
+    eagle3 = "eagle3"
     oracle = "oracle"
+
+
+HEADS = {"draft": "distilled draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle-3"}
 
 
 @app.command()
@@ -52,7 +60,8 @@ def generate(
     model: Annotated[str, typer.Option(help="smollm2, a hub id, or a folder.")] = "smollm2",
     drafter: Annotated[DrafterName, typer.Option(help="Who drafts.")] = DrafterName.lookup,
     draft_model: Annotated[str | None, typer.Option(help="A smaller model that drafts.")] = None,
-    num_tokens: Annotated[int, typer.Option(help="Tokens drafted a round.")] = 8,
+    head: Annotated[Path | None, typer.Option(help="A folder of `minispec train`.")] = None,
+    num_tokens: Annotated[int, typer.Option(help="Tokens drafted a round (no head).")] = 8,
     layer: Annotated[int, typer.Option(help="Where early exit leaves the target.")] = 24,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option()] = None,
@@ -67,18 +76,24 @@ def generate(
     """Answers one prompt, accepted drafts in one colour, the target's own tokens in another."""
     from . import drafters
     from .generate import _Run
+    from .heads import load_head
     from .models import load_target
     from .sampling import Sampling
     from .show import ACCEPTED_STYLE, OWN_STYLE
 
     try:
         target = load_target(model, dtype=dtype, device=device)
-        chosen: drafters.Drafter | None = {
-            DrafterName.none: lambda: None,
-            DrafterName.lookup: lambda: drafters.PromptLookup(num_tokens),
-            DrafterName.early_exit: lambda: drafters.EarlyExit(layer, num_tokens),
-            DrafterName.oracle: lambda: drafters.Oracle(0.8, num_tokens),
-        }[drafter]()
+        untrained: dict[str, Callable[[], drafters.Drafter | None]] = {
+            "none": lambda: None,
+            "lookup": lambda: drafters.PromptLookup(num_tokens),
+            "early-exit": lambda: drafters.EarlyExit(layer, num_tokens),
+            "oracle": lambda: drafters.Oracle(0.8, num_tokens),
+        }
+        chosen: drafters.Drafter | None
+        if head is not None or drafter.value in HEADS:
+            chosen = load_head(head or HEADS[drafter.value], target)
+        else:
+            chosen = untrained[drafter.value]()
         if draft_model is not None:
             chosen = drafters.DraftModel(
                 load_target(draft_model, dtype=dtype, device=device), num_tokens

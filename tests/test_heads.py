@@ -113,6 +113,31 @@ def test_pass_times_are_measured_once(home, monkeypatch):
     assert first.t(33) > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_takes_a_head_from_a_folder(home, kind, monkeypatch):
+    monkeypatch.setattr(heads, "pass_times", lambda target: FLAT)
+    options = [
+        "--model",
+        home / "target",
+        "--max-new-tokens",
+        9,
+        "--dtype",
+        "float32",
+        "--json",
+        "--raw",
+    ]
+
+    def text(*drafter):
+        done = CliRunner().invoke(app, ["generate", "w5 w6", *map(str, [*options, *drafter])])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["text"]
+
+    assert text("--head", home / kind) == text("--drafter", "none")
+    missing = CliRunner().invoke(app, ["generate", "w5", *map(str, options), "--head", "no/such"])
+    assert missing.exit_code == 1
+    assert "no head 'no/such'" in " ".join(missing.stderr.split())
+
+
 def test_what_is_not_there_is_said(home, tmp_path, monkeypatch):
     monkeypatch.setenv("MINISPEC_DATA", str(tmp_path))
     (tmp_path / "prompts.jsonl").touch()

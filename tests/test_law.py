@@ -21,7 +21,7 @@ from minispec.shapes import from_paths
 
 VOCAB, DEPTH, ROWS = 4, 4, 20_000  # the prefill emits the first token, rounds the other three
 PROMPT = [3, 1, 2]
-TESTS = 43  # the false-failure rate is shared out over all tests of this file
+TESTS = 49  # the false-failure rate is shared out over all tests of this file
 TREE = from_paths([(0,), (1,), (0, 0), (1, 0)])
 DISTANCE = 0.07  # total variation that every test must notice
 
@@ -83,6 +83,8 @@ def drafters(target: ms.LanguageModel) -> dict[str, ms.Drafter | None]:
         "draft tree, drawn": ms.TreeDraft(other, TREE, "draw"),
         "medusa": ms.Medusa(random_heads(), TREE),
         "eagle, grown": ms.Eagle(random_eagle(target, 1).float(), ms.Grow(4, 2, 2)),
+        "draft tree, grown": ms.TreeDraft(other, ms.Grow(4, 2, 2, min_value=0.05, min_gain=0.3)),
+        "merged": ms.Merged(ms.Medusa(random_heads(), TREE), ms.PromptLookup(2, max_ngram=2)),
         "eagle-3, drawn": ms.Eagle(random_eagle(target, 3).float(), TREE, "draw"),
         "scripted, chosen": Scripted([2, 3]),
         "scripted, drawn": Drawn(laws),
