@@ -116,6 +116,27 @@ def rank_accuracy(
     return RankAccuracy(found.numpy(), weights.numpy())
 
 
+def candidate_ranks(
+    target: LanguageModel,
+    draft: LanguageModel,
+    texts: Iterable[tuple[Sequence[int] | Tensor, Sequence[int] | Tensor]],
+) -> list[np.ndarray]:
+    """At which rank a draft model held each token of the texts' answers: [T] for each text.
+
+    0: its first choice; a token that it does not have ranks behind all that it has. texts: as in
+    ``rank_accuracy``, greedy ones. A draft up to here that was right is the text itself, so these
+    ranks decide what a greedy run of any shape accepts; the target is asked nothing.
+    """
+    check_same_tokens(target, draft)
+    found = []
+    for prompt, answer in texts:
+        ids = torch.tensor([*map(int, prompt), *map(int, answer)], device=target.device)
+        logits = _draft_logits(draft, ids, len(answer), target.vocab_size)  # [T, V]
+        own = logits.gather(1, ids[len(prompt) :, None])
+        found.append((logits > own).sum(1).cpu().numpy())
+    return found
+
+
 def _logits(model: LanguageModel, ids: Tensor, num: int) -> Tensor:
     """[num, V] the logits from which each of a text's last ``num`` tokens is said."""
     cache = model.new_cache(1, len(ids))

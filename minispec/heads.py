@@ -30,7 +30,7 @@ from .shapes import Plan, Shape, best_of, from_paths
 from .trace import Trace, pooled
 
 NAMES = {"distilled draft": "draft", "medusa": "medusa", "eagle": "eagle", "eagle-3": "eagle3"}
-TREES = ("draft", "medusa")  # kinds of head that a static tree is chosen for
+GROWS = ("eagle", "eagle3")  # kinds of head whose tree grows; the others' is a static one
 
 
 def shipped() -> dict[str, Path]:
@@ -58,13 +58,15 @@ def load_head(name: str | Path, target: LanguageModel, tree: Shape | Grow | None
     """A trained draft or head for its target, as a drafter.
 
     name: of a shipped one ("distilled draft", "medusa", ...), or a folder. tree: what it drafts;
-    None: the tree that pays best here, see ``best_tree``, which times the machine for a second or
-    two. Raises ValueError if it was trained for another target.
+    None: the tree that pays best here, see ``best_tree`` and ``best_growth``, which time the
+    machine for a second or two. Raises ValueError if it was trained for another target.
     """
     folder = _folder(name)
     facts = card(folder)
     check_target(facts, target, folder.name)
     make = maker(facts["kind"], folder, target)
+    if tree is None and facts["kind"] in GROWS:
+        tree = best_growth(target, make)
     return make(tree if tree is not None else best_tree(target, facts, make).shape)
 
 
@@ -125,15 +127,50 @@ def best_tree(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any]
     values = {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
     t = pass_times(target).t
     trial = _some(best_of(values, t, 0.0), values).shape
-    chance = torch.Generator().manual_seed(0)
-    prompt = torch.randint(target.vocab_size, (1, 64), generator=chance)
-    rounds = generate(target, prompt, make(trial), max_new_tokens=12, eos=()).trace.rounds[1:]
-    passing = float(t(trial.size + 1))
-    draft = median(r.draft_s or max(0.0, r.total_s - passing) for r in rounds)
-    rest = median(max(0.0, r.total_s - r.draft_s - (r.target_s or passing)) for r in rounds)
+    draft, rest = _draft_and_rest(target, make(trial))
     if facts["kind"] == "medusa":  # all levels at once
         return _some(best_of(values, t, 0.0, round_s=rest + draft), values)
     return _some(best_of(values, t, draft / trial.depth, round_s=rest), values)
+
+
+def best_growth(
+    target: LanguageModel,
+    make: Callable[[Any], Drafter],
+    *,
+    top_k: int = 4,
+    max_nodes: int = 32,
+    max_depth: int = 8,
+    hoped: float = 1.5,
+) -> Grow:
+    """How a tree should grow here: a node or a level is worth it where it saves more than it takes.
+
+    A token takes t(1) / ``hoped`` seconds, so a node that is accepted with probability v saves v
+    times that, and costs its share of the pass: the slope of t. A level costs a draft step, and
+    saves what its nodes are worth times the chance that one of their children is right, about
+    half. ``hoped``: the speed-up that one expects; a wrong hope moves both floors a little.
+    """
+    t, trial = pass_times(target).t, Grow(8, top_k, 3)
+    drafter = make(trial)
+    draft, _ = _draft_and_rest(target, drafter)
+    token = float(t(1)) / hoped
+    slope = float(t(17) - t(5)) / 12
+    floor, gain = max(slope, 0.0) / token, 2 * draft / trial.depth / token
+    return Grow(max_nodes, top_k, max_depth, min(floor, 1.0), min(gain, 1.0))
+
+
+def _draft_and_rest(target: LanguageModel, drafter: Drafter) -> tuple[float, float]:
+    """Seconds of a round in the drafter, and beside both passes: medians over a few rounds.
+
+    On random text: what is drafted there is worth little and takes as long.
+    """
+    chance = torch.Generator().manual_seed(0)
+    prompt = torch.randint(target.vocab_size, (1, 64), generator=chance)
+    rounds = generate(target, prompt, drafter, max_new_tokens=12, eos=()).trace.rounds[1:]
+    t = pass_times(target).t
+    passing = [r.target_s or float(t(int(r.drafted.max()) + 1)) for r in rounds]  # not on a GPU
+    draft = [r.draft_s or max(0.0, r.total_s - s) for r, s in zip(rounds, passing, strict=True)]
+    rest = [max(0.0, r.total_s - d - s) for r, d, s in zip(rounds, draft, passing, strict=True)]
+    return median(draft), median(rest)
 
 
 def _some(plan: Plan, values: dict[tuple[int, ...], float]) -> Plan:

@@ -446,3 +446,85 @@ def speedup_map(
         ax.plot(max(x, c[0]), y, "o", color=shade, markersize=8, label=name, clip_on=False)
     ax.xaxis.set_major_formatter("{x:g}")
     return label(ax, title, "c (draft step / plain step)", "acceptance probability α")
+
+
+def tree_map(ax: Axes, sizes: Sequence[int], speedups: Any, title: str = "") -> Axes:
+    """Speed-up of trees by their nodes and their depth; a star marks the best.
+
+    speedups [D, S]: of the best tree of at most 1..D levels and of ``sizes`` nodes; nan: there is
+    none. White: slower than plain decoding.
+    """
+    table = np.asarray(speedups, dtype=float)
+    depths = np.arange(1, len(table) + 1)
+    top = max(float(np.nanmax(table)), 1.05)
+    shades = ax.pcolormesh(
+        np.arange(len(sizes) + 1) - 0.5,
+        np.append(depths, len(table) + 1) - 0.5,
+        np.ma.masked_invalid(np.where(table > 1, table, np.nan)),
+        cmap="Blues",
+        vmin=1,
+        vmax=top,
+    )
+    for d, row in zip(depths, table, strict=True):
+        for s, value in enumerate(row):
+            if np.isfinite(value):
+                ink = "white" if value > 1 + 0.6 * (top - 1) else "black"
+                ax.text(
+                    s, float(d), f"{value:.2f}", color=ink, fontsize=8, ha="center", va="center"
+                )
+    deep, size = np.unravel_index(np.nanargmax(table), table.shape)
+    ax.plot(size, deep + 1.32, "*", color=COLORS["own"], markersize=11, markeredgecolor="white")
+    ax.set_xticks(range(len(sizes)), [str(n) for n in sizes])
+    ax.set_yticks(depths)
+    ax.grid(False)
+    ax.figure.colorbar(shades, ax=ax, label="speed-up (× plain)")
+    return label(ax, title, "nodes in the tree", "levels (draft passes a round)")
+
+
+# Training: ``log`` is what training.fit.fit returns, and gives to its ``watch``.
+
+
+def training_curves(log: Any) -> Figure:
+    """The loss of every update with its running mean, and what held-out text shows.
+
+    That is, where the log has them (after each validation): alpha by position in the draft, and
+    tau of a greedy chain.
+    """
+    seen = log[log["tau"].notna()] if "tau" in log else log[:0]
+    figure, axes = plt.subplots(1, 3 if len(seen) else 1, figsize=(10.5, 3.4), layout="tight")
+    loss, *held_out = np.atleast_1d(axes)
+    loss.plot(log["step"], log["loss"], color=color("target"), linewidth=1, label="an update")
+    mean = log["loss"].rolling(10, min_periods=1).mean()
+    loss.plot(log["step"], mean, color=color("accepted"), label="mean of the last ten")
+    loss.legend(fontsize=9)
+    label(loss, "training: loss", "update", "nats")
+    if held_out:
+        alpha, tau = held_out
+        names = [n for n in log.columns if n.startswith("alpha_")]
+        shades = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+        for name, shade in zip(names, shades, strict=False):
+            text = f"token {name.removeprefix('alpha_')}"
+            alpha.plot(seen["step"], seen[name], "o-", color=shade, markersize=4, label=text)
+        tau.plot(seen["step"], seen["tau"], "o-", color="black", markersize=4)
+        alpha.legend(fontsize=9)
+        alpha.set_ylim(bottom=0)
+        label(alpha, "held-out text: α by position", "update", "acceptance probability")
+        label(tau, "held-out text: τ", "update", "tokens a pass")
+    return figure
+
+
+def live_training() -> Callable[[Any], None]:
+    """A ``watch`` for ``fit``: in a notebook, ``training_curves`` redrawn in one place."""
+    from IPython.display import DisplayHandle
+
+    place = DisplayHandle()
+    begun = False
+
+    def watch(log: Any) -> None:
+        nonlocal begun
+        figure = training_curves(log)
+        (place.update if begun else place.display)(figure)
+        begun = True
+        plt.close(figure)  # else the cell shows it once more
+
+    return watch

@@ -11,6 +11,7 @@ of the products of p along their paths, the root's 1 being the target's own toke
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,6 +184,19 @@ def kary(branching: int, depth: int, max_nodes: int | None = None) -> Shape:
     if max_nodes is None and len(paths) > limit:
         raise ValueError(f"this tree has more than {limit} nodes: give max_nodes")
     return Shape(tuple(paths[:max_nodes]))
+
+
+def cartesian(sizes: Sequence[int]) -> Shape:
+    """Every combination: the best sizes[d] candidates of depth d + 1 below each node above.
+
+    Medusa's dense tree (2401.10774, section 2.1.2): sum over d of the product of sizes[:d + 1].
+    """
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"every depth needs one candidate or more, not {tuple(sizes)}")
+    if sum(np.cumprod(sizes, dtype=float)) > MAX_NODES:
+        raise ValueError(f"this tree has more than {MAX_NODES} nodes")
+    levels = [itertools.product(*map(range, sizes[:d])) for d in range(1, len(sizes) + 1)]
+    return from_paths(itertools.chain.from_iterable(levels))
 
 
 # The best shape.

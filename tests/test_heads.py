@@ -97,6 +97,18 @@ def test_a_dearer_pass_makes_a_smaller_tree(home, monkeypatch):
     assert sizes[2] == 1, "a drafter drafts, whatever it costs"
 
 
+def test_floors_follow_the_price_of_nodes_and_levels(home, monkeypatch):
+    target = ms.load_target(home / "target", dtype="float32")
+    make = heads.maker("eagle3", home / "eagle3", target)
+    monkeypatch.setattr(heads, "_draft_and_rest", lambda target, drafter: (3.0, 0.0))
+    for slope, floor in ((0.0, 0.0), (1.0, 0.015), (10.0, 0.15), (1000.0, 1.0)):
+        model = CostModel([1, 101], [100.0, 100.0 + 100 * slope])
+        monkeypatch.setattr(heads, "pass_times", lambda target, model=model: model)
+        spec = heads.best_growth(target, make)
+        assert spec.min_value == pytest.approx(floor)  # slope / (100 / 1.5)
+        assert spec.min_gain == pytest.approx(2 * (3 / 3) / (100 / 1.5))
+
+
 def test_a_given_tree_is_taken_and_nothing_timed(home, monkeypatch):
     monkeypatch.setattr(heads, "pass_times", lambda target: pytest.fail("it was timed"))
     target = ms.load_target(home / "target", dtype="float32")
