@@ -369,7 +369,7 @@ HEAD_MUTANTS: list[Mutant] = [
         "Medusa's labels one off",
         "training.medusa:MedusaLearner.forward",
         (
-            ("batch.ahead(hidden, 1 + k)", "batch.ahead(hidden, k)"),
+            ("laws.ahead(batch, 1 + k, learn)", "laws.ahead(batch, k, learn)"),
             (
                 "self.known[batch.ahead(batch.tokens, 2 + k)]",
                 "self.known[batch.tokens.roll(-k - 1)]",
@@ -457,7 +457,7 @@ HEAD_MUTANTS: list[Mutant] = [
     Mutant(
         "EAGLE learns the token before",
         "training.eagle:EagleLearner.forward",
-        (("batch.ahead(hidden, 1 + i)", "batch.ahead(hidden, i)"),),
+        (("laws.ahead(batch, 1 + i, learn)", "laws.ahead(batch, i, learn)"),),
         "The head is taught what its input says already.",
     ),
     Mutant(

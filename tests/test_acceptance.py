@@ -9,7 +9,7 @@ from conftest import prompts_of, tiny
 
 import minispec as ms
 from minispec import shapes as sh
-from minispec.acceptance import rank_accuracy, sibling_acceptance
+from minispec.acceptance import candidate_ranks, rank_accuracy, sibling_acceptance
 from minispec.sampling import Law, Random
 from minispec.verify import speculative
 
@@ -83,6 +83,35 @@ def test_greedy_rates_by_counting():
     frame = found.to_frame()
     assert list(frame.columns) == ["top 1", "top 2", "top 3", "top 4"]
     np.testing.assert_allclose(frame.to_numpy(), found.rates.cumsum(1))
+
+
+def test_ranks_decide_what_a_greedy_run_accepts():
+    """Walking a shape along the ranks gives the rounds of a real run; the ranks give the rates."""
+    target = tiny()
+    draft, texts = target.first_layers(2), answers(target)
+    ranks = candidate_ranks(target, draft, texts)
+    assert [len(r) for r in ranks] == [24] * 12
+    found = rank_accuracy(target, draft, texts, 4)
+    np.testing.assert_allclose(found.rates[0], [(np.stack(ranks) == r).mean() for r in range(4)])
+    shape = sh.from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    out = ms.generate(
+        target,
+        [prompt for prompt, _ in texts],
+        ms.TreeDraft(draft, shape),
+        max_new_tokens=24,
+        eos=(),
+    )
+    frame = out.trace.to_frame()
+    for row, own in enumerate(ranks):
+        place, path, emitted = 1, (), []
+        while place < 24:
+            path = (*path, int(own[place]))
+            place += 1
+            if path not in shape.paths or place == 24:
+                emitted.append(len(path))
+                path = ()
+        assert emitted == frame[frame["row"] == row]["emitted"].tolist()
+    assert out.trace.tau > 1.2
 
 
 @pytest.mark.parametrize("choose", ["top", "draw"])

@@ -367,3 +367,28 @@ def test_best_of_weighs_depth_against_its_price():
     assert sh.best_of(values, flat, 0.0, max_depth=1).shape.paths == ((0,), (1,))
     assert sh.best_of(values, flat, 5.0).shape.size == 0
     assert sh.best_of({}, flat, 0.0).speedup == 1.0
+
+
+def test_the_map_of_trees_marks_the_best_and_leaves_slow_ones_white():
+    _, ax = plots.plt.subplots()
+    plots.tree_map(ax, [1, 2, 4], [[0.9, 1.1, 1.2], [np.nan, 1.3, 1.0]], "here")
+    star = next(line for line in ax.lines if line.get_marker() == "*")
+    assert (star.get_xdata()[0], round(star.get_ydata()[0])) == (1, 2)
+    assert [t.get_text() for t in ax.texts] == ["0.90", "1.10", "1.20", "1.30", "1.00"]
+    white = ax.collections[0].get_array().mask  # [D, S]
+    assert white.tolist() == [[True, False, False], [True, False, True]]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "2", "4"]
+
+
+def test_cartesian_is_every_combination():
+    assert sh.cartesian((2, 3)).paths == (
+        *((0,), (1,)),
+        *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)),
+    )
+    assert sh.cartesian((3, 3)) == sh.kary(3, 2)
+    assert sh.cartesian((1, 1, 1)).is_chain
+    assert sh.cartesian(()).size == 0
+    with pytest.raises(ValueError, match="one candidate"):
+        sh.cartesian((2, 0))
+    with pytest.raises(ValueError, match="more than"):
+        sh.cartesian((10, 10, 10, 10, 10, 10))

@@ -24,7 +24,7 @@ from ..drafters.base import head_rows
 from ..drafters.eagle import EagleHead
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Learner, rank_of
+from .fit import Laws, Learner, rank_of
 
 DECAY = 0.8
 TOKEN_WEIGHT = 0.1  # EAGLE-1's, of the token loss beside the feature loss
@@ -77,14 +77,13 @@ class EagleLearner(Learner):
             chance = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             drawn = torch.rand(hidden.shape, generator=chance).to(hidden.device)
             inputs = hidden + (2 * drawn - 1) * self.noise
+        laws = Laws(self.rows, hidden, batch.has_ahead(1))
         for i, out in enumerate(self.unroll(batch, inputs, self.steps)):
             learn = batch.has_ahead(2 + i)
-            with torch.no_grad():
-                truth = batch.ahead(hidden, 1 + i)[learn]  # the feature that says token t+2+i
-                law = F.linear(truth, self.rows).float().softmax(-1)
             logits = self.head.logits(out[learn], self.rows).float()
-            loss = F.cross_entropy(logits, law, reduction="sum")
+            loss = F.cross_entropy(logits, laws.ahead(batch, 1 + i, learn), reduction="sum")
             if self.feature_loss:
+                truth = batch.ahead(hidden, 1 + i)[learn]  # the feature that says token t+2+i
                 gap = F.smooth_l1_loss(out[learn].float(), truth, reduction="sum")
                 loss = gap / truth.shape[-1] + TOKEN_WEIGHT * loss
             total = total + DECAY**i * loss

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -96,6 +97,22 @@ class Learner(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes the trained draft in its published form."""
         raise NotImplementedError
+
+
+class Laws:
+    """The target's law after each place that is asked for, worked out once for all heads or steps.
+
+    rows [V_d, H]: of its LM head; hidden [R, T, H]; places [R, T] bool.
+    """
+
+    @torch.no_grad()
+    def __init__(self, rows: Tensor, hidden: Tensor, places: Tensor) -> None:
+        self.laws = F.linear(hidden[places], rows).float().softmax(-1)  # [M, V_d]
+        self.number = places.flatten().cumsum(0).view(places.shape) - 1  # which of the M
+
+    def ahead(self, batch: Batch, steps: int, learn: Tensor) -> Tensor:
+        """[L, V_d] the laws ``steps`` places further on than the L places of ``learn`` [R, T]."""
+        return self.laws[batch.ahead(self.number, steps)[learn]]
 
 
 def rank_of(logits: Tensor, label: Tensor, most: int) -> Tensor:

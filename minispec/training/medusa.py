@@ -19,7 +19,7 @@ from ..drafters.base import head_rows
 from ..drafters.medusa import MedusaHeads
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Learner, rank_of
+from .fit import Laws, Learner, rank_of
 
 DECAY = 0.8
 
@@ -44,7 +44,9 @@ class MedusaLearner(Learner):
         total = self.rows.new_zeros(())
         count = self.rows.new_zeros(())
         hidden = batch.hidden.to(self.rows.dtype)
-        # The law for token t+1 at each t; head k learns what stands k+1 places on.
+        # The law at place t says token t+1; head k learns what stands k+1 places on.
+        if self.labels == "soft":
+            laws = Laws(self.rows, hidden, batch.has_ahead(1) & batch.ahead(batch.answer, 1))
         for k, head in enumerate(self.heads):
             learn = batch.has_ahead(2 + k) & batch.ahead(batch.answer, 2 + k)
             label = self.known[batch.ahead(batch.tokens, 2 + k)]
@@ -54,8 +56,7 @@ class MedusaLearner(Learner):
             if self.labels == "hard":
                 loss = F.cross_entropy(logits.float(), label[learn], reduction="sum")
             else:
-                with torch.no_grad():
-                    law = F.linear(batch.ahead(hidden, 1 + k)[learn], self.rows).float().softmax(-1)
+                law = laws.ahead(batch, 1 + k, learn)
                 loss = F.cross_entropy(logits.float(), law, reduction="sum")
             total = total + DECAY**k * loss
             count = count + learn.sum()
