@@ -7,7 +7,8 @@ shipped draft, which learned longer, stands beside them. alpha is measured on he
 the target: 1 - TV(p, q) at the temperature that the answer was written at, with the target's whole
 vocabulary; at temperature 0 it is how often the two favourites agree.
 
---features: a folder for the target's features (2 GB), which makes it some times as fast.
+What --out holds already is kept: a run that was stopped goes on. --features: a folder for the
+target's features (2 GB), which makes it some times as fast.
 """
 
 from __future__ import annotations
@@ -81,8 +82,18 @@ def main() -> None:
     texts, named = load_corpus()
     data = data_of(target, texts, features=options.features)
     head = target.model.get_output_embeddings().weight.detach().float()
+    facts = {"machine": machine(), "corpus": named, "draft": DRAFT, "recipe": vars(RECIPE)}
     found: dict[str, Any] = {}
+    if options.out is not None and options.out.exists():
+        found = json.loads(options.out.read_text())["drafts"]
+
+    def keep() -> None:
+        if options.out is not None:
+            options.out.write_text(json.dumps({"facts": facts, "drafts": found}, indent=1) + "\n")
+
     for loss in LOSSES:
+        if loss in found:
+            continue
         learner = draft_learner(target, texts, loss=loss, **DRAFT)
         with tempfile.TemporaryDirectory() as work:
             log = fit(learner, data[0], RECIPE, Path(work), validation=data[1])
@@ -93,13 +104,12 @@ def main() -> None:
             "alpha_1": [round(float(a), 4) for a in curve["alpha_1"]],
         }
         print(loss, found[loss], flush=True)
-    if "distilled draft" in shipped():
+        keep()
+    if "shipped" not in found and "distilled draft" in shipped():
         learner = DraftLearner(ms.load_target(str(shipped()["distilled draft"])), target)
         found["shipped"] = {"alpha": alphas(learner, head, data[1])}
         print("shipped", found["shipped"], flush=True)
-    facts = {"machine": machine(), "corpus": named, "draft": DRAFT, "recipe": vars(RECIPE)}
-    if options.out is not None:
-        options.out.write_text(json.dumps({"facts": facts, "drafts": found}, indent=1) + "\n")
+    keep()
 
 
 if __name__ == "__main__":

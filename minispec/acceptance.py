@@ -77,7 +77,8 @@ def rank_accuracy(
     texts: pairs of a prompt and the answer that the target gave to it under ``sampling`` (None:
     greedy), as token ids: ``zip(out.prompts, out.tokens)`` of a Generation. choose: "top", the k
     likeliest candidates, or "draw", k drawn without replacement (see ``TreeDraft``). Depth d > 1
-    looks at the positions that come after d - 1 accepted ones, which are easier than the rest.
+    looks at the positions that come after d - 1 accepted ones, which are easier than the rest;
+    above temperature 0 by weights of which a few may be large, so that it needs many texts.
 
     Both models read each text once, whole: it costs little beside generating it.
     """

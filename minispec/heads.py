@@ -125,12 +125,16 @@ def best_tree(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any]
     random text for a few rounds, to see what a level costs to draft and a round beside its pass.
     """
     values = {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
-    t = pass_times(target).t
-    trial = _some(best_of(values, t, 0.0), values).shape
+    passes = pass_times(target)
+    trial = _some(best_of(values, passes.t, 0.0), values).shape
     draft, rest = _draft_and_rest(target, make(trial))
+
+    def t(n: int) -> float:
+        return float(passes.t(n)) + rest  # plain decoding has its share of it, too
+
     if facts["kind"] == "medusa":  # all levels at once
-        return _some(best_of(values, t, 0.0, round_s=rest + draft), values)
-    return _some(best_of(values, t, draft / trial.depth, round_s=rest), values)
+        return _some(best_of(values, t, 0.0, round_s=draft), values)
+    return _some(best_of(values, t, draft / trial.depth), values)
 
 
 def best_growth(
