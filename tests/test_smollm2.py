@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import minispec as ms
-from minispec.demo import load_prompts
+from minispec.heads import load_head, shipped
+from minispec.prompts import load_prompts
 
 pytestmark = pytest.mark.slow
 NEW, PROMPTS = 64, 20
@@ -70,6 +71,25 @@ def test_tokens_are_those_of_transformers(name, num):  # pitfall 1
         assert ours.tolist() == theirs, f"prompt {row}"
 
 
+TREES = {
+    "distilled draft": (ms.shapes.kary(2, 3), ms.Grow(12, 3, 5, min_value=0.03, min_gain=0.1)),
+    "medusa": (ms.shapes.kary(3, 2), ms.shapes.chain(4)),
+}
+TREES = {name: trees for name, trees in TREES.items() if name in shipped()}
+
+
+@pytest.mark.parametrize(("name", "which"), [(name, i) for name in TREES for i in (0, 1)])
+def test_trained_drafts_leave_the_text_as_it_is(name, which):
+    drafter = load_head(name, target(), TREES[name][which])
+    out = ms.generate(target(), chats(), drafter, max_new_tokens=NEW)
+    for row, (ours, theirs) in enumerate(zip(out.tokens, expected(), strict=True)):
+        assert ours.tolist() == theirs, f"prompt {row}"
+    assert out.trace.tau > 1.4
+    merged = ms.Merged(drafter, ms.PromptLookup(4))
+    both = ms.generate(target(), chats()[-6:], merged, max_new_tokens=NEW)
+    assert [t.tolist() for t in both.tokens] == expected()[-6:]
+
+
 def test_lookup_finds_something_where_a_passage_is_given():
     out = ms.generate(target(), chats()[-6:], ms.PromptLookup(8), max_new_tokens=NEW)
     assert out.trace.tau > 1.2
@@ -98,7 +118,8 @@ def test_bf16_texts_part_only_at_near_ties():  # pitfall 1
     bf16 = ms.load_target("smollm2", dtype="bfloat16", device="cpu")
     chosen = chats()[::2]
     plain = ms.generate(bf16, chosen, max_new_tokens=32)
-    for drafter in (ms.PromptLookup(7), ms.Oracle(0.8, 3)):
+    heads = [load_head(name, bf16, trees[0]) for name, trees in TREES.items()]
+    for drafter in (ms.PromptLookup(7), ms.Oracle(0.8, 3), *heads):
         out = ms.generate(bf16, chosen, drafter, max_new_tokens=32)
         found = first_divergence(plain, out, bf16)
         assert [d for d in found if d.verdict == "fault"] == []
