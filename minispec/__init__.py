@@ -17,6 +17,7 @@ from .drafters import (
     Merged,
     Oracle,
     PromptLookup,
+    Pruned,
     TreeDraft,
 )
 from .generate import Generation, generate, stream
@@ -45,6 +46,7 @@ __all__ = [
     "Oracle",
     "Piece",
     "PromptLookup",
+    "Pruned",
     "Sampling",
     "Shape",
     "TokenTree",

@@ -21,7 +21,7 @@ from torch import nn
 
 from .checkpoints import load_eagle, load_medusa
 from .costs import CostModel, time_pass
-from .drafters import Drafter, Eagle, Grow, Medusa, TreeDraft
+from .drafters import Drafter, Eagle, Grow, Medusa, Pruned, TreeDraft
 from .fetch import sha256
 from .generate import generate
 from .models import LanguageModel, load_target
@@ -30,7 +30,7 @@ from .shapes import Plan, Shape, best_of, from_paths
 from .trace import Trace, pooled
 
 NAMES = {"distilled draft": "draft", "medusa": "medusa", "eagle": "eagle", "eagle-3": "eagle3"}
-GROWS = ("eagle", "eagle3")  # kinds of head whose tree grows; the others' is a static one
+HOPED = 1.5  # the speed-up by which a node's worth is judged; a wrong guess matters little
 
 
 def shipped() -> dict[str, Path]:
@@ -54,20 +54,30 @@ def _folder(name: str | Path) -> Path:
     return folder
 
 
-def load_head(name: str | Path, target: LanguageModel, tree: Shape | Grow | None = None) -> Drafter:
+Tree = Shape | Grow | Pruned
+
+
+def load_head(name: str | Path, target: LanguageModel, tree: Tree | None = None) -> Drafter:
     """A trained draft or head for its target, as a drafter.
 
     name: of a shipped one ("distilled draft", "medusa", ...), or a folder. tree: what it drafts;
-    None: the tree that pays best here, see ``best_tree`` and ``best_growth``, which time the
-    machine for a second or two. Raises ValueError if it was trained for another target.
+    None: the tree that pays best here, see ``tree_for``, which times the machine for a
+    second or two. Raises ValueError if it was trained for another target.
     """
     folder = _folder(name)
     facts = card(folder)
     check_target(facts, target, folder.name)
     make = maker(facts["kind"], folder, target)
-    if tree is None and facts["kind"] in GROWS:
-        tree = best_growth(target, make)
-    return make(tree if tree is not None else best_tree(target, facts, make).shape)
+    return make(tree if tree is not None else tree_for(target, facts, make))
+
+
+def tree_for(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any], Drafter]) -> Tree:
+    """The kind of tree that suits the kind of draft, fitted to this machine."""
+    if facts["kind"] == "medusa":
+        return best_pruned(target, facts)
+    if facts["kind"] in ("eagle", "eagle3"):
+        return best_growth(target, make)
+    return best_tree(target, facts, make).shape
 
 
 def check_target(facts: dict[str, Any], target: LanguageModel, name: str) -> None:
@@ -118,13 +128,18 @@ def pass_times(target: LanguageModel) -> CostModel:
     return _timed[target.model]
 
 
+def path_values(facts: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """A card's counted paths of ranks, the likeliest first: see ``shapes.path_values``."""
+    return {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
+
+
 def best_tree(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any], Drafter]) -> Plan:
     """The static tree with the largest speed-up here, at batch 1: see ``shapes.best_of``.
 
     facts: a card with "path values". A first tree, chosen as if drafting were free, is run on
     random text for a few rounds, to see what a level costs to draft and a round beside its pass.
     """
-    values = {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
+    values = path_values(facts)
     passes = pass_times(target)
     trial = _some(best_of(values, passes.t, 0.0), values).shape
     draft, rest = _draft_and_rest(target, make(trial))
@@ -137,6 +152,22 @@ def best_tree(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any]
     return _some(best_of(values, t, draft / trial.depth), values)
 
 
+def node_floor(target: LanguageModel) -> float:
+    """How likely to be accepted a node must be, to save more time than it takes.
+
+    A token takes t(1) / HOPED seconds: a node of value v saves v times that, and costs the slope
+    of t.
+    """
+    t = pass_times(target).t
+    slope = max(0.0, float(t(17) - t(5)) / 12)
+    return min(1.0, slope * HOPED / float(t(1)))
+
+
+def best_pruned(target: LanguageModel, facts: dict[str, Any], max_nodes: int = 32) -> Pruned:
+    """The likeliest paths of a card, of which each round proposes what pays here."""
+    return Pruned(from_paths(list(path_values(facts))[:max_nodes]), node_floor(target))
+
+
 def best_growth(
     target: LanguageModel,
     make: Callable[[Any], Drafter],
@@ -144,22 +175,16 @@ def best_growth(
     top_k: int = 4,
     max_nodes: int = 32,
     max_depth: int = 8,
-    hoped: float = 1.5,
 ) -> Grow:
-    """How a tree should grow here: a node or a level is worth it where it saves more than it takes.
+    """How a tree should grow here: see ``node_floor``.
 
-    A token takes t(1) / ``hoped`` seconds, so a node that is accepted with probability v saves v
-    times that, and costs its share of the pass: the slope of t. A level costs a draft step, and
-    saves what its nodes are worth times the chance that one of their children is right, about
-    half. ``hoped``: the speed-up that one expects; a wrong hope moves both floors a little.
+    A level costs a draft step, and saves what its nodes are worth times the chance that one of
+    their children is right, about half.
     """
-    t, trial = pass_times(target).t, Grow(8, top_k, 3)
-    drafter = make(trial)
-    draft, _ = _draft_and_rest(target, drafter)
-    token = float(t(1)) / hoped
-    slope = float(t(17) - t(5)) / 12
-    floor, gain = max(slope, 0.0) / token, 2 * draft / trial.depth / token
-    return Grow(max_nodes, top_k, max_depth, min(floor, 1.0), min(gain, 1.0))
+    trial = Grow(8, top_k, 3)
+    draft, _ = _draft_and_rest(target, make(trial))
+    gain = 2 * draft / trial.depth * HOPED / float(pass_times(target).t(1))
+    return Grow(max_nodes, top_k, max_depth, node_floor(target), min(gain, 1.0))
 
 
 def _draft_and_rest(target: LanguageModel, drafter: Drafter) -> tuple[float, float]:

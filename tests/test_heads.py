@@ -107,6 +107,9 @@ def test_floors_follow_the_price_of_nodes_and_levels(home, monkeypatch):
         spec = heads.best_growth(target, make)
         assert spec.min_value == pytest.approx(floor)  # slope / (100 / 1.5)
         assert spec.min_gain == pytest.approx(2 * (3 / 3) / (100 / 1.5))
+        pruned = heads.best_pruned(target, heads.card(home / "medusa"), 4)
+        assert pruned.min_value == pytest.approx(floor)
+        assert pruned.shape.size <= 4
 
 
 def test_a_given_tree_is_taken_and_nothing_timed(home, monkeypatch):

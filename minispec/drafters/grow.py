@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..shapes import Shape
 from ..tree import TokenTree
 from .base import at_least_one
 
@@ -58,6 +59,22 @@ class Grow:
     def read(self) -> int:
         """Nodes that the draft itself reads."""
         return (self.depth - 1) * self.top_k
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A static shape, of which a round proposes only what the draft thinks worth ``min_value``.
+
+    For drafts that have named all levels before any token is chosen (Medusa): what to leave out
+    costs nothing to find.
+    """
+
+    shape: Shape
+    min_value: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_value <= 1:
+            raise ValueError(f"min_value must be in [0, 1], not {self.min_value!r}")
 
 
 def grow(logits: Tensor, spec: Grow, read: Read, name: Name) -> tuple[TokenTree, Tensor]:
