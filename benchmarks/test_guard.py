@@ -18,7 +18,9 @@ import pytest
 import minispec as ms
 from minispec.bench import BenchResult, Method, run_bench
 from minispec.bench_report import OURS, THEIRS
-from minispec.demo import Prompt
+from minispec.heads import card, load_head, path_values, shipped
+from minispec.prompts import Prompt
+from minispec.shapes import from_paths
 
 REPEATS, NEW = 5, 24
 PASSAGE = (
@@ -53,8 +55,14 @@ def result() -> BenchResult:
         Method("prompt lookup", ms.PromptLookup(8)),
         Method("oracle", ms.Oracle(0.8, 6)),
         Method("lazy", lazy),
+        *(Method(name, trained(name, target)) for name in shipped()),
     ]
     return run_bench(target, ways, PROMPTS, max_new_tokens=NEW, repeats=REPEATS)
+
+
+def trained(name: str, target: ms.LanguageModel) -> ms.Drafter:
+    """A shipped draft with its six likeliest paths: the same on every machine."""
+    return load_head(name, target, from_paths(list(path_values(card(name)))[:6]))
 
 
 def times_as_fast(one: str, other: str, time: str, tokens: str, kind: str | None = None) -> float:
@@ -88,7 +96,12 @@ def test_lookup_wins_where_the_answer_repeats_the_prompt() -> None:
     assert times_as_fast(*names, "rounds_s", "emitted", "repetitive") > 1.5
 
 
-@pytest.mark.parametrize("method", ["prompt lookup", "oracle", "lazy"])
+@pytest.mark.parametrize("name", list(shipped()))
+def test_trained_drafts_win(name: str) -> None:
+    assert times_as_fast(f"{OURS} {name}", f"{OURS} plain", "rounds_s", "emitted") > 1.05
+
+
+@pytest.mark.parametrize("method", ["prompt lookup", "oracle", "lazy", *shipped()])
 def test_the_guard_measured_what_it_meant_to(method: str) -> None:
     """Every turn is there: a median over nothing would pass nothing on."""
     frame = result().frame

@@ -17,7 +17,6 @@ from .drafters import (
     Merged,
     Oracle,
     PromptLookup,
-    Pruned,
     TreeDraft,
 )
 from .generate import Generation, generate, stream
@@ -46,7 +45,6 @@ __all__ = [
     "Oracle",
     "Piece",
     "PromptLookup",
-    "Pruned",
     "Sampling",
     "Shape",
     "TokenTree",

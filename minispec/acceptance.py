@@ -131,6 +131,11 @@ def candidate_ranks(
     check_same_tokens(target, draft)
     found = []
     for prompt, answer in texts:
+        if not len(prompt):
+            raise ValueError("a text without a prompt: nothing says its first token")
+        if not len(answer):
+            found.append(np.zeros(0, dtype=np.int64))
+            continue
         ids = torch.tensor([*map(int, prompt), *map(int, answer)], device=target.device)
         logits = _draft_logits(draft, ids, len(answer), target.vocab_size)  # [T, V]
         own = logits.gather(1, ids[len(prompt) :, None])

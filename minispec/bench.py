@@ -40,7 +40,7 @@ from .demo import all_methods, machine
 from .drafters import Drafter, DraftModel, Oracle
 from .exactness import first_divergence
 from .generate import Generation, _Run
-from .heads import load_head, shipped
+from .heads import load_trained, trained
 from .models import LanguageModel, is_whole
 from .peers import has_peer, peer_generate
 from .prompts import Prompt, load_prompts
@@ -63,20 +63,26 @@ class Method:
     missing: str = ""
 
 
-def methods(target: LanguageModel, draft_model: LanguageModel | None = None) -> list[Method]:
-    """Every method of ours for this target. A new drafter is added here and nowhere else.
+def methods(
+    target: LanguageModel,
+    draft_model: LanguageModel | None = None,
+    only: Iterable[str] | None = None,
+) -> list[Method]:
+    """Every method of ours for this target.
 
-    draft_model: a smaller model of the same tokens, if one is at hand.
+    draft_model: a smaller model of the same tokens, if one is at hand. only: some of ``names``;
+    a head that is not among them is not loaded.
     """
     found = [Method(name, drafter) for name, drafter in all_methods().items()]
     if draft_model is not None:
         found.append(Method("draft model", DraftModel(draft_model)))
-    for name in shipped():
+    for name in trained():
         try:
-            found.append(Method(name, load_head(name, target)))
+            if only is None or name in only:
+                found.append(Method(name, load_trained(name, target)))
         except (OSError, ValueError) as error:
             found.append(Method(name, missing=str(error)))
-    return found
+    return [method for method in found if only is None or method.name in only]
 
 
 def with_peers(ours: Iterable[Method]) -> list[Method]:
@@ -88,7 +94,7 @@ def with_peers(ours: Iterable[Method]) -> list[Method]:
 
 def names(draft_model: bool = False) -> list[str]:
     """What ``methods`` will find, weights or not, before a target is loaded."""
-    return [*all_methods(), *(["draft model"] if draft_model else []), *shipped()]
+    return [*all_methods(), *(["draft model"] if draft_model else []), *trained()]
 
 
 def choose(there: Sequence[str], asked: Iterable[str]) -> list[str]:

@@ -202,7 +202,7 @@ def bench(
             torch.set_num_threads(threads)
         target = load_target(model, dtype=dtype, device=device)
         draft = load_target(draft_model, dtype=dtype, device=device) if draft_model else None
-        ways = [m for m in side_by_side.methods(target, draft) if m.name in chosen]
+        ways = side_by_side.methods(target, draft, chosen)
         with err.status("...") as status:
             result = side_by_side.run_bench(
                 target,

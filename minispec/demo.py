@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .drafters import Drafter, EarlyExit, Oracle, PromptLookup
 from .generate import Generation, generate, stream
-from .heads import load_head, shipped
+from .heads import load_trained, trained
 from .models import LanguageModel
 from .prompts import Prompt, data_dir, load_prompts
 from .show import ACCEPTED_STYLE, OWN_STYLE
@@ -45,9 +45,11 @@ def demo_methods(
     like: the methods of the same target in another dtype, whose trees are drafted again.
     """
     found = all_methods()
-    for name in shipped():
-        tree = like[name].tree if like else None  # type: ignore[union-attr]
-        found[name] = load_head(name, target, tree)
+    for name in trained():
+        tree = like[name] if like else None
+        while isinstance(tree, Drafter):  # of a merged one: its head's
+            tree = tree.tree  # type: ignore[attr-defined]
+        found[name] = load_trained(name, target, tree)
     if "distilled draft" in found:
         del found["early exit"]
     oracle = {"oracle": found.pop("oracle")}

@@ -21,7 +21,7 @@ from torch import nn
 
 from .checkpoints import load_eagle, load_medusa
 from .costs import CostModel, time_pass
-from .drafters import Drafter, Eagle, Grow, Medusa, Pruned, TreeDraft
+from .drafters import Drafter, Eagle, Grow, Medusa, Merged, PromptLookup, TreeDraft
 from .fetch import sha256
 from .generate import generate
 from .models import LanguageModel, load_target
@@ -29,6 +29,7 @@ from .prompts import Prompt, data_dir
 from .shapes import Plan, Shape, best_of, from_paths
 from .trace import Trace, pooled
 
+KINDS = ("draft", "medusa", "eagle", "eagle3")
 NAMES = {"distilled draft": "draft", "medusa": "medusa", "eagle": "eagle", "eagle-3": "eagle3"}
 HOPED = 1.5  # the speed-up by which a node's worth is judged; a wrong guess matters little
 
@@ -40,21 +41,54 @@ def shipped() -> dict[str, Path]:
 
 
 def card(name: str | Path) -> dict[str, Any]:
-    """The card of a shipped head (by name) or of a folder that ``minispec train`` wrote."""
-    return json.loads((_folder(name) / "card.json").read_text(encoding="utf-8"))
+    """The card of a shipped head (by name) or of a folder that ``minispec train`` wrote.
+
+    Raises FileNotFoundError where there is none, ValueError for one that cannot be used.
+    """
+    path = _folder(name) / "card.json"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(facts, dict) or facts.get("kind") not in KINDS:
+        raise ValueError(f"{path} names no kind of head: one of {', '.join(KINDS)}")
+    return facts
 
 
 def _folder(name: str | Path) -> Path:
-    folder = Path(name) if isinstance(name, Path) else shipped().get(name, Path(name))
-    if not (folder / "card.json").is_file():
+    """Where a head lies: NAMES are found in data/heads, all else is a folder."""
+    if str(name) in NAMES:
+        known = shipped()
+        if str(name) not in known:
+            raise FileNotFoundError(
+                f"no head {str(name)!r} in {data_dir() / 'heads'}: there are "
+                f"{', '.join(known) or 'none'}"
+            )
+        return known[str(name)]
+    if not (Path(name) / "card.json").is_file():
         raise FileNotFoundError(
-            f"no head {str(name)!r}: there are {', '.join(shipped()) or 'none'}, and any folder "
-            "that minispec train wrote"
+            f"no head {str(name)!r}: neither one of {', '.join(NAMES)} nor a folder that minispec "
+            "train wrote"
         )
-    return folder
+    return Path(name)
 
 
-Tree = Shape | Grow | Pruned
+Tree = Shape | Grow
+WITH_LOOKUP = " + lookup"
+LOOKUP_TOKENS = 6
+
+
+def trained() -> list[str]:
+    """What ``load_trained`` knows: the shipped heads, and each with prompt lookup in its tree."""
+    return [name + more for name in shipped() for more in ("", WITH_LOOKUP)]
+
+
+def load_trained(name: str, target: LanguageModel, tree: Tree | None = None) -> Drafter:
+    """A shipped head by name, or ("medusa + lookup", ...) merged with ``PromptLookup``."""
+    head = load_head(name.removesuffix(WITH_LOOKUP), target, tree)
+    if not name.endswith(WITH_LOOKUP):
+        return head
+    return Merged(head, PromptLookup(LOOKUP_TOKENS))
 
 
 def load_head(name: str | Path, target: LanguageModel, tree: Tree | None = None) -> Drafter:
@@ -74,22 +108,20 @@ def load_head(name: str | Path, target: LanguageModel, tree: Tree | None = None)
 def tree_for(target: LanguageModel, facts: dict[str, Any], make: Callable[[Any], Drafter]) -> Tree:
     """The kind of tree that suits the kind of draft, fitted to this machine."""
     if facts["kind"] == "medusa":
-        return best_pruned(target, facts)
-    if facts["kind"] in ("eagle", "eagle3"):
-        return best_growth(target, make)
-    return best_tree(target, facts, make).shape
+        return best_tree(target, facts, make).shape
+    return best_growth(target, make)
 
 
 def check_target(facts: dict[str, Any], target: LanguageModel, name: str) -> None:
     """Raises ValueError unless ``target`` is the one that the card names."""
     weights = Path(str(target.config.name_or_path)) / "model.safetensors"
-    wanted = facts.get("target sha256")
+    wanted, theirs = facts.get("target sha256"), facts.get("target", "another target")
     if wanted is None:
         return
     if not weights.is_file():
-        raise ValueError(f"{name} was trained for {facts['target']}, and this target is not that")
+        raise ValueError(f"{name} was trained for {theirs}, and this target is not that")
     if _hash(weights, weights.stat().st_mtime_ns) != wanted:
-        raise ValueError(f"{name} was trained for {facts['target']}, not for these weights")
+        raise ValueError(f"{name} was trained for {theirs}, not for these weights")
 
 
 _hashes: dict[tuple[Path, int], str] = {}
@@ -130,6 +162,8 @@ def pass_times(target: LanguageModel) -> CostModel:
 
 def path_values(facts: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """A card's counted paths of ranks, the likeliest first: see ``shapes.path_values``."""
+    if not facts.get("path values"):
+        raise ValueError("the card has no path values: give the tree to draft")
     return {tuple(map(int, p.split())): float(v) for p, v in facts["path values"].items()}
 
 
@@ -163,27 +197,22 @@ def node_floor(target: LanguageModel) -> float:
     return min(1.0, slope * HOPED / float(t(1)))
 
 
-def best_pruned(target: LanguageModel, facts: dict[str, Any], max_nodes: int = 32) -> Pruned:
-    """The likeliest paths of a card, of which each round proposes what pays here."""
-    return Pruned(from_paths(list(path_values(facts))[:max_nodes]), node_floor(target))
-
-
 def best_growth(
     target: LanguageModel,
     make: Callable[[Any], Drafter],
     *,
-    top_k: int = 4,
-    max_nodes: int = 32,
+    top_k: int = 3,
+    max_nodes: int = 24,
     max_depth: int = 8,
 ) -> Grow:
     """How a tree should grow here: see ``node_floor``.
 
     A level costs a draft step, and saves what its nodes are worth times the chance that one of
-    their children is right, about half.
+    their children is right, less what those cost in turn: about a third.
     """
     trial = Grow(8, top_k, 3)
     draft, _ = _draft_and_rest(target, make(trial))
-    gain = 2 * draft / trial.depth * HOPED / float(pass_times(target).t(1))
+    gain = 3 * draft / trial.depth * HOPED / float(pass_times(target).t(1))
     return Grow(max_nodes, top_k, max_depth, node_floor(target), min(gain, 1.0))
 
 
@@ -193,8 +222,10 @@ def _draft_and_rest(target: LanguageModel, drafter: Drafter) -> tuple[float, flo
     On random text: what is drafted there is worth little and takes as long.
     """
     chance = torch.Generator().manual_seed(0)
-    prompt = torch.randint(target.vocab_size, (1, 64), generator=chance)
-    rounds = generate(target, prompt, drafter, max_new_tokens=12, eos=()).trace.rounds[1:]
+    room = min(128, target.context_limit or 128)
+    prompt = torch.randint(target.vocab_size, (1, room // 2), generator=chance)
+    every = generate(target, prompt, drafter, max_new_tokens=min(12, room // 4), eos=()).trace
+    rounds = every.rounds[1:] or every.rounds
     t = pass_times(target).t
     passing = [r.target_s or float(t(int(r.drafted.max()) + 1)) for r in rounds]  # not on a GPU
     draft = [r.draft_s or max(0.0, r.total_s - s) for r, s in zip(rounds, passing, strict=True)]

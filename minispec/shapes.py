@@ -285,18 +285,16 @@ def path_values(ranks: Any, most: int, max_nodes: int = 128) -> dict[Path, float
         raise ValueError("ranks are a table [depth, place] with one place or more")
     found: list[tuple[float, int, Path]] = []
     live = np.arange(table.shape[1])  # places whose path is a draft's candidate so far
-    code = np.zeros(len(live), dtype=np.int64)  # the path as a number, digit by digit
-    paths: dict[int, Path] = {0: ()}
+    which = np.zeros(len(live), dtype=np.int64)  # of ``paths``, each place's own
+    paths: list[Path] = [()]
     for row in table:
         inside = row[live] < most
-        live, parent = live[inside], code[inside]
-        code = parent * most + row[live]
-        codes, counts = np.unique(code, return_counts=True)
-        paths = {int(c): (*paths[int(c) // most], int(c) % most) for c in codes}
-        found += [
-            (-n / table.shape[1], len(paths[int(c)]), paths[int(c)])
-            for c, n in zip(codes, counts, strict=True)
-        ]
+        live, which = live[inside], which[inside]
+        codes, which, counts = np.unique(
+            which * most + row[live], return_inverse=True, return_counts=True
+        )
+        paths = [(*paths[int(c) // most], int(c) % most) for c in codes]
+        found += [(-n / table.shape[1], len(p), p) for p, n in zip(paths, counts, strict=True)]
     return {path: -value for value, _, path in sorted(found)[:max_nodes]}
 
 
@@ -428,7 +426,7 @@ def best_of(
     """``best_shape`` from ``path_values``: the best depth, and the likeliest paths within it."""
     deepest = max((len(path) for path in values), default=0)
     plain, plan = t(1), Plan(Shape(()), 1.0, 1.0)
-    for deep in range(1, min(deepest, max_depth or deepest) + 1):
+    for deep in range(1, min(deepest, deepest if max_depth is None else max_depth) + 1):
         within = [path for path in values if len(path) <= deep]
         tokens = 1.0
         for size, path in enumerate(within, 1):

@@ -94,6 +94,8 @@ def _walk(tree: TokenTree, law: Law, rng: Random, lenience: float) -> Verdict:
         tried = torch.where(here & (tried == accepted), tried + 1, tried)
         accepted = accepted + accept
         current = torch.where(accept, i, current)
+        if tree.q is None:  # a chosen token that R does not hold takes nothing from R
+            reject = reject & (r_x > 0)
         if not lazy or reject.any():
             left = leftover(residual, drawn_from(tree, i, residual))
             residual = torch.where(reject.unsqueeze(-1), left, residual)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -340,13 +339,13 @@ def test_options_that_cannot_be_are_refused_before_any_work(target, options, mes
 
 
 def test_the_registry_reports_weights_that_are_not_there(target, monkeypatch):
-    def load(name, target):
+    def load(name: str, target):
         if name == "medusa":
             raise FileNotFoundError("data/heads/medusa.safetensors is not there")
         return Scripted([5])
 
-    monkeypatch.setattr(bench, "shipped", lambda: {"medusa": Path(), "scripted": Path()})
-    monkeypatch.setattr(bench, "load_head", load)
+    monkeypatch.setattr(bench, "trained", lambda: ["medusa", "scripted"])
+    monkeypatch.setattr(bench, "load_trained", load)
     found = {m.name: m for m in bench.methods(target, target.first_layers(1))}
     assert list(found) == bench.names(draft_model=True)
     assert set(found) >= {"plain", "prompt lookup", "early exit", "oracle", "draft model"}

@@ -114,7 +114,7 @@ def small_methods(monkeypatch):
 
     found = {"plain": None, "prompt lookup": ms.PromptLookup(3), "early exit": ms.EarlyExit(9)}
     monkeypatch.setattr(bench, "all_methods", lambda: found)
-    monkeypatch.setattr(bench, "shipped", dict)
+    monkeypatch.setattr(bench, "trained", list)
     prompts = [demo.Prompt(f"m{i}", "mathematics", "test", f"w{i} w7 w8 w7") for i in range(5)]
     monkeypatch.setattr(bench, "load_prompts", lambda split: prompts)
 

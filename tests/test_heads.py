@@ -106,10 +106,7 @@ def test_floors_follow_the_price_of_nodes_and_levels(home, monkeypatch):
         monkeypatch.setattr(heads, "pass_times", lambda target, model=model: model)
         spec = heads.best_growth(target, make)
         assert spec.min_value == pytest.approx(floor)  # slope / (100 / 1.5)
-        assert spec.min_gain == pytest.approx(2 * (3 / 3) / (100 / 1.5))
-        pruned = heads.best_pruned(target, heads.card(home / "medusa"), 4)
-        assert pruned.min_value == pytest.approx(floor)
-        assert pruned.shape.size <= 4
+        assert spec.min_gain == pytest.approx(3 * (3 / 3) / (100 / 1.5))
 
 
 def test_a_given_tree_is_taken_and_nothing_timed(home, monkeypatch):
@@ -153,12 +150,31 @@ def test_generate_takes_a_head_from_a_folder(home, kind, monkeypatch):
     assert "no head 'no/such'" in " ".join(missing.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is damaged"),
+        ("[1]", "names no kind of head"),
+        ('{"kind": "oracle"}', "names no kind of head"),
+    ],
+)
+def test_a_bad_card_is_refused_by_name(tmp_path, text, message):
+    (tmp_path / "card.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        heads.card(tmp_path)
+
+
+def test_without_path_values_a_tree_must_be_given():
+    with pytest.raises(ValueError, match="give the tree"):
+        heads.path_values({"kind": "medusa", "path values": {}})
+
+
 def test_what_is_not_there_is_said(home, tmp_path, monkeypatch):
     monkeypatch.setenv("MINISPEC_DATA", str(tmp_path))
     (tmp_path / "prompts.jsonl").touch()
     assert heads.shipped() == {}
     target = ms.load_target(home / "target", dtype="float32")
-    with pytest.raises(FileNotFoundError, match="no head 'medusa': there are none"):
+    with pytest.raises(FileNotFoundError, match="no head 'medusa' in"):
         heads.load_head("medusa", target)
     (tmp_path / "heads").mkdir()
     (home / "medusa").rename(tmp_path / "heads" / "medusa")

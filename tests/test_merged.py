@@ -111,6 +111,11 @@ def test_what_cannot_be_merged_is_refused(llama):
     draft = tiny(seed=1)
     with pytest.raises(ValueError, match="TreeDraft"):
         ms.Merged(ms.DraftModel(draft, 3), ms.PromptLookup())
+    for chain in (ms.DraftModel(draft, 3), ms.TreeDraft(draft, sh.chain(2))):
+        with pytest.raises(ValueError, match="cannot be the chain"):
+            ms.Merged(ms.PromptLookup(), chain)
+    with pytest.raises(TypeError, match="two drafters"):
+        ms.Merged(ms.PromptLookup(), "lookup")
     drawn = ms.Merged(ms.TreeDraft(draft, sh.kary(2, 2), "draw"), ms.PromptLookup())
     with pytest.raises(ValueError, match="only chosen candidates"):
         ms.generate(llama, [[5, 5, 5]], drawn, max_new_tokens=9, sampling=ms.Sampling(1.0))

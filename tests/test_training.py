@@ -284,7 +284,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(learner_target, tmp_path):
     np.testing.assert_allclose(rest["loss"], whole["loss"], atol=1e-6, rtol=0)
     np.testing.assert_allclose(rest["tau"], whole["tau"])
     assert [p.name for p in (tmp_path / "b").glob("checkpoint*")] == ["checkpoint-8"]
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(ValueError, match="another run"):
         fit(again, data, Recipe(steps=9, rows=2), tmp_path / "b", cpu=True)
 
 
@@ -600,6 +600,29 @@ def test_commands_refuse_with_one_line(arguments, message, tmp_path, monkeypatch
     assert result.exit_code == 1
     assert message in " ".join(result.stderr.split())
     assert not list(tmp_path.iterdir()), "work began"
+
+
+def test_a_run_is_not_taken_up_with_another_loss(learner_target, tmp_path):
+    data = TextData(some_texts(20), learner_target, width=64)
+    recipe = Recipe(steps=2, rows=1)
+    fit(draft_of(learner_target), data, recipe, tmp_path, facts={"loss": "forward kl"}, cpu=True)
+    with pytest.raises(ValueError, match=r"another run \(loss differ"):
+        fit(draft_of(learner_target), data, recipe, tmp_path, facts={"loss": "tvd"}, cpu=True)
+    slower = Recipe(steps=2, rows=1, lr=1e-4)
+    with pytest.raises(ValueError, match=r"another run \(lr, loss differ"):
+        fit(draft_of(learner_target), data, slower, tmp_path, cpu=True)
+
+
+def test_without_a_greedy_answer_held_out_nothing_is_trained(learner_target, tmp_path):
+    from minispec.training.run import data_of, draft_learner, train
+
+    texts = [Text("x", 1.0, [*t.prompt, i % 7], t.answer)
+             for i, t in enumerate(some_texts(60) * 3)]  # fmt: skip
+    learner = draft_learner(learner_target, texts, vocab=40, width=16, layers=1)
+    data = data_of(learner_target, texts, width=64)
+    with pytest.raises(ValueError, match="no greedy answer is held out"):
+        train(learner, data, Recipe(steps=3, rows=2), tmp_path / "work", tmp_path, {}, cpu=True)
+    assert not (tmp_path / "work").exists()
 
 
 def test_train_writes_a_draft_that_loads_and_a_card(learner_target, tmp_path):

@@ -5,7 +5,7 @@ from .draft_model import DraftModel
 from .draft_tree import TreeDraft
 from .eagle import Eagle, EagleConfig, EagleHead
 from .early_exit import EarlyExit
-from .grow import Grow, Pruned
+from .grow import Grow
 from .lookup import PromptLookup
 from .medusa import Medusa, MedusaHeads
 from .merged import Merged
@@ -24,7 +24,6 @@ __all__ = [
     "Merged",
     "Oracle",
     "PromptLookup",
-    "Pruned",
     "Rows",
     "TreeDraft",
 ]

@@ -258,6 +258,8 @@ class Eagle(Drafter):
             raise ValueError(f"choose must be 'top' or 'draw', not {choose!r}")
         if choose == "draw" and not (isinstance(tree, Shape) and tree.dense):
             raise ValueError("only the siblings of a dense static shape can be drawn")
+        if not isinstance(tree, Shape | Grow) or (isinstance(tree, Shape) and tree.size == 0):
+            raise ValueError(f"tree must be a Shape of one node or more, or Grow, not {tree!r}")
         self.head, self.tree, self.choose = head.eval(), tree, choose
         self.taps = head.config.taps
         self.max_nodes = tree.size if isinstance(tree, Shape) else min(tree.num_nodes, tree.most)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..shapes import Shape
 from ..tree import TokenTree
 from .base import at_least_one
 
@@ -34,7 +33,8 @@ class Grow:
 
     Two floors, 0 in the paper, save time where the draft is in doubt: a node worth less than
     ``min_value`` is not proposed, and no level is read whose nodes are together worth less than
-    ``min_gain`` (in the row of a batch where they are worth most).
+    ``min_gain``. A pass is as wide as its widest row and a level is read for all rows, so in a
+    batch the row that hopes for most decides; on a GPU each floor costs a wait.
     """
 
     num_nodes: int = 16
@@ -59,22 +59,6 @@ class Grow:
     def read(self) -> int:
         """Nodes that the draft itself reads."""
         return (self.depth - 1) * self.top_k
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """A static shape, of which a round proposes only what the draft thinks worth ``min_value``.
-
-    For drafts that have named all levels before any token is chosen (Medusa): what to leave out
-    costs nothing to find.
-    """
-
-    shape: Shape
-    min_value: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_value <= 1:
-            raise ValueError(f"min_value must be in [0, 1], not {self.min_value!r}")
 
 
 def grow(logits: Tensor, spec: Grow, read: Read, name: Name) -> tuple[TokenTree, Tensor]:

@@ -20,7 +20,6 @@ from ..models import LanguageModel
 from ..shapes import Shape
 from ..tree import TokenTree
 from .base import Drafter, Kept, Rows, check_head, head_rows
-from .grow import Pruned, rerank
 
 
 class ResBlock(nn.Module):
@@ -90,55 +89,37 @@ class MedusaHeads(nn.ModuleList):
 
 
 class Medusa(Drafter):
-    """Drafts the tree ``shape`` from the heads' best guesses: node (depth d, rank r) holds the
-    r-th best token of head d.
+    """Drafts a tree of the heads' best guesses: node (depth d, rank r) holds the r-th best token
+    of head d.
 
     The candidates are chosen and not drawn, so they are point masses and the walk is exact at
     every temperature; ``verifier="typical (lossy)"`` is the paper's own, lossy choice.
-
-    tree: the paper's is a static ``Shape``; ``Pruned``: in each round without the nodes whose
-    path the heads think too unlikely (the product of their probabilities).
     """
 
     wants_features = True
 
-    def __init__(self, heads: MedusaHeads, tree: Shape | Pruned) -> None:
-        self.heads, self.tree = heads, tree
-        self.shape = tree.shape if isinstance(tree, Pruned) else tree
-        self.max_nodes = self.shape.size
-        if self.shape.depth > heads.num_heads:
-            raise ValueError(
-                f"a tree of depth {self.shape.depth} needs as many heads, not {len(heads)}"
-            )
+    def __init__(self, heads: MedusaHeads, tree: Shape) -> None:
+        if not isinstance(tree, Shape):
+            raise ValueError(f"tree must be a Shape, not {tree!r}")
+        if tree.depth > heads.num_heads:
+            raise ValueError(f"a tree of depth {tree.depth} needs as many heads, not {len(heads)}")
+        self.heads, self.tree, self.max_nodes = heads, tree, tree.size
 
     def check(self, target: LanguageModel, longest: int) -> None:
         held = self.heads.token_map
         vocab = len(held) if held is not None else self.heads.vocab_size or target.vocab_size
-        check_head(target, self.heads.width, held, vocab, self.shape.branching)
+        check_head(target, self.heads.width, held, vocab, self.tree.branching)
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         assert prompt is not None
         self.rows_of_head = self.heads.shared_rows(target)
         last = (prompt.emitted - 1).view(-1, 1, 1).expand(-1, 1, prompt.hidden.shape[-1])
         self.feature = prompt.hidden.gather(1, last).squeeze(1)  # [B, H] at the token before root
-        deep, device = self.shape.depth, rows.tokens.device
-        padded = [[*path, *[-1] * (deep - len(path))] for path in self.shape.paths]
-        ranks = torch.tensor(padded, device=device)  # [N, D], -1 below the node
-        self.inside, self.ranks = (ranks >= 0).unsqueeze(-1), ranks.clamp(min=0)
-        self.levels = torch.arange(deep, device=device)
 
     def propose(self, rows: Rows) -> TokenTree:
-        logits = self.heads(self.feature, self.rows_of_head)[: self.shape.depth]  # [D, B, V_d]
-        best = logits.topk(self.shape.branching, dim=-1).indices  # [D, B, K]
-        named = best if self.heads.token_map is None else self.heads.token_map[best]
-        tree = self.shape.tree(named.transpose(0, 1))
-        if not isinstance(self.tree, Pruned):
-            return tree
-        p = logits.float().softmax(-1).gather(-1, best)  # [D, B, K]
-        along = p[self.levels, :, self.ranks]  # [N, D, B] the probability at each step of a path
-        value = along.masked_fill(~self.inside, 1.0).prod(1).T  # [B, N]
-        num = int((value >= self.tree.min_value).sum(1).max())
-        return rerank(tree.tokens, value, tree.parents, num)[0]
+        logits = self.heads(self.feature, self.rows_of_head)[: self.tree.depth]  # [D, B, V_d]
+        best = logits.topk(self.tree.branching, dim=-1).indices.transpose(0, 1)  # [B, D, K]
+        return self.tree.tree(best if self.heads.token_map is None else self.heads.token_map[best])
 
     def observe(self, rows: Rows, kept: Kept) -> None:
         """Keeps the feature of the last accepted token: the new root hangs on it."""

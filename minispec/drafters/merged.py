@@ -15,21 +15,30 @@ from ..models import LanguageModel
 from ..tree import ROOT, TokenTree
 from .base import Drafter, Kept, Rows
 from .draft_model import DraftModel
-from .early_exit import EarlyExit
+from .draft_tree import TreeDraft
 
 
 class Merged(Drafter):
     """Drafts ``tree``'s nodes and those of ``chain`` that are not among them.
 
     tree: any drafter whose candidates are chosen (point masses). chain: one that proposes chosen
-    chains, such as ``PromptLookup``. What both chose is one node, so nothing is read twice.
+    chains and keeps nothing of them, such as ``PromptLookup``. What both chose is one node, so
+    nothing is read twice.
     """
 
     def __init__(self, tree: Drafter, chain: Drafter) -> None:
-        if type(tree) in (DraftModel, EarlyExit):
+        if not isinstance(tree, Drafter) or not isinstance(chain, Drafter):
+            raise TypeError(
+                "two drafters are merged: one that drafts trees, one that drafts chains"
+            )
+        if type(tree) is DraftModel:
             raise ValueError(
-                f"{type(tree).__name__} takes every accepted token for its own: merge "
+                "DraftModel takes every accepted token for its own: merge "
                 "TreeDraft(model, chain(num_tokens))"
+            )
+        if type(chain) in (DraftModel, TreeDraft, Merged):
+            raise ValueError(
+                f"{type(chain).__name__} cannot be the chain: its cache counts its own nodes alone"
             )
         self.tree, self.chain = tree, chain
         self.max_nodes = tree.max_nodes + chain.max_nodes
@@ -46,11 +55,15 @@ class Merged(Drafter):
         for drafter in (self.tree, self.chain):
             drafter.start(target, rows, cache, prompt)
 
+    @property
+    def off_clock(self) -> float:  # type: ignore[override]
+        return self.tree.off_clock + self.chain.off_clock
+
     def propose(self, rows: Rows) -> TokenTree:
         return merge(self.tree.propose(rows), self.chain.propose(rows))
 
     def observe(self, rows: Rows, kept: Kept) -> None:
-        """``tree``'s nodes stand first, under their own numbers; ``chain`` needs no reminding."""
+        """``tree``'s nodes stand first, under their own numbers."""
         self.tree.observe(rows, kept)
         self.chain.observe(rows, kept)
 

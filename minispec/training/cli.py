@@ -181,7 +181,7 @@ def train(
         log = run_training(learner, data, recipe, work or out / "work", out, facts, cpu=cpu)
         if dev and int(os.environ.get("RANK", "0")) == 0:
             note_tau(out, target, load_prompts("dev"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise fail(error) from error
     last = log.iloc[-1].to_dict()
     print(json.dumps({k: round(v, 4) for k, v in last.items()}), file=sys.stdout)

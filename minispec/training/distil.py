@@ -50,7 +50,7 @@ def nearest_known(target: LanguageModel, token_map: Tensor) -> Tensor:
     weight = F.normalize(target.model.get_input_embeddings().weight.detach().float(), dim=-1)
     known = weight[token_map]
     nearest = torch.cat([(part @ known.T).argmax(-1) for part in weight.split(4096)])
-    nearest[token_map] = torch.arange(len(token_map))
+    nearest[token_map] = torch.arange(len(token_map), device=nearest.device)
     return nearest
 
 

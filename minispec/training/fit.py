@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -163,13 +164,16 @@ def fit(
     *,
     validation: TextData | None = None,
     watch: Callable[[pd.DataFrame], None] | None = None,
+    facts: dict[str, Any] | None = None,
     cpu: bool = False,
 ) -> pd.DataFrame:
     """Trains ``learner`` and returns the log: one row an update, also in ``folder``/log.csv.
 
     folder: checkpoints and the log; a run that was killed goes on from the last checkpoint when it
-    is called again with the same recipe. watch: called with the log after each validation (a live
-    plot). Columns: step, loss, lr, and after a validation tau and alpha_1, alpha_2, ...
+    is called again with the same recipe and the same ``facts`` (what else tells one run from
+    another: the loss, the vocabulary, the corpus). watch: called with the log after each
+    validation (a live plot). Columns: step, loss, lr, and after a validation tau, alpha_1,
+    alpha_2, ...
 
     Under ``accelerate launch`` every process takes its share of each update's rows.
     """
@@ -186,7 +190,7 @@ def fit(
         weight_decay=recipe.weight_decay,
     )
     model, optimizer = accelerator.prepare(learner, optimizer)
-    run = _Log(folder, recipe, accelerator)
+    run = _Log(folder, recipe, facts or {}, accelerator)
     first = run.resume()
     for step in range(first, recipe.steps):
         for group in optimizer.param_groups:
@@ -272,8 +276,12 @@ def held_out_ranks(learner: Learner, data: TextData, most: int = 10, rows: int =
 class _Log:
     """The log and the checkpoints of a run, in one folder."""
 
-    def __init__(self, folder: Path, recipe: Recipe, accelerator: Accelerator) -> None:
-        self.folder, self.recipe, self.accelerator = folder, recipe, accelerator
+    def __init__(
+        self, folder: Path, recipe: Recipe, facts: dict[str, Any], accelerator: Accelerator
+    ) -> None:
+        self.folder, self.accelerator = folder, accelerator
+        # As JSON gives it back, so that it can be compared with what a checkpoint holds.
+        self.run = json.loads(json.dumps(asdict(recipe) | facts, default=str))
         self.rows: list[dict[str, float]] = []
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -284,7 +292,7 @@ class _Log:
         self.rows.append(row)
         if self.accelerator.is_main_process:
             # A row may bring new columns: the file is small and written whole.
-            _write(self.folder / "log.csv", self.frame().to_csv(index=False))
+            write_text(self.folder / "log.csv", self.frame().to_csv(index=False))
 
     def save(self, done: int) -> None:
         """A checkpoint after ``done`` updates, whole or not at all; the one before it goes."""
@@ -298,8 +306,8 @@ class _Log:
         self.accelerator.save_state(str(part), safe_serialization=True)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            facts = {"done": done, "recipe": asdict(self.recipe), "log": self.rows}
-            _write(part / "facts.json", json.dumps(facts))
+            facts = {"done": done, "run": self.run, "log": self.rows}
+            write_text(part / "facts.json", json.dumps(facts))
             shutil.rmtree(place, ignore_errors=True)
             os.replace(part, place)
             for other in self._checkpoints():
@@ -317,19 +325,20 @@ class _Log:
         if not found:
             return 0
         facts = json.loads((found[-1] / "facts.json").read_text())
-        recipe = json.loads(json.dumps(asdict(self.recipe)))
-        if facts["recipe"] != recipe:
-            differing = [k for k in recipe if facts["recipe"].get(k) != recipe[k]]
+        if facts["run"] != self.run:
+            names = sorted(facts["run"].keys() | self.run.keys())
+            differing = [k for k in names if facts["run"].get(k) != self.run.get(k)]
             raise ValueError(
-                f"{self.folder} holds a run with another recipe ({', '.join(differing)} differ): "
-                "choose another folder, or take that one away"
+                f"{self.folder} holds another run ({', '.join(differing)} differ): choose another "
+                "folder, or take that one away"
             )
         self.accelerator.load_state(str(found[-1]))
         self.rows = facts["log"]
         return int(facts["done"])
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from accelerate import PartialState
 
 from ..checkpoints import default_taps
 from ..drafters.eagle import EagleConfig, EagleHead
@@ -21,7 +22,7 @@ from .corpus import Text, load_batch
 from .data import TextData, cache_features, held_out
 from .distil import DraftLearner, frequent_tokens, new_draft
 from .eagle import EagleLearner
-from .fit import Learner, Recipe, fit, held_out_ranks
+from .fit import Learner, Recipe, fit, held_out_ranks, write_text
 from .medusa import MedusaLearner
 
 RANKS = 10  # candidates a place, from which a tree is chosen
@@ -148,7 +149,11 @@ def train(
     facts: what the card says beside the recipe and the validation: the target, its hash, the
     corpus.
     """
-    log = fit(learner, data[0], recipe, work, validation=data[1], watch=watch, cpu=cpu)
+    if not any(t.temperature == 0 and t.answer for t in data[1].texts):
+        raise ValueError("no greedy answer is held out: nothing could tell what the draft is worth")
+    log = fit(learner, data[0], recipe, work, validation=data[1], watch=watch, facts=facts, cpu=cpu)
+    if not PartialState().is_main_process:
+        return log
     learner.eval()
     learner.save(out)
     last = log[log["tau"].notna()].iloc[-1]
@@ -161,5 +166,5 @@ def train(
         for name in log.columns
         if name not in ("step", "lr") and last[name] == last[name]  # a depth never reached is nan
     }
-    (out / "card.json").write_text(json.dumps(card, indent=2, default=str) + "\n")
+    write_text(out / "card.json", json.dumps(card, indent=2, default=str) + "\n")
     return log
