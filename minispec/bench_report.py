@@ -277,7 +277,8 @@ def _bare_table(title: str) -> Table:
 
 def _columns(table: Table, heads: Sequence[str]) -> None:
     for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=True)
+        # Numbers are never cut; a long name may take two lines.
+        table.add_column(head, justify="right" if place else "left", no_wrap=place > 0)
 
 
 def _of(lines: pd.DataFrame, engine: str, kind: str) -> list[Any]:
