@@ -152,8 +152,8 @@ def table(
     compared = {_dtype(target): runs} | ({"float32": checks} if checks else {})
     names = [f"identical\n{name}" for name in compared]
     for column in ("method", "tokens/s", "speed-up", "τ", "α", "target\npasses", *names):
-        name = column == "method"  # may take two lines; numbers are never cut
-        out.add_column(column, justify="left" if name else "right", no_wrap=not name)
+        named = column == "method"  # may take two lines; numbers are never cut
+        out.add_column(column, justify="left" if named else "right", no_wrap=not named)
     for name, run in runs.items():
         trace = pooled(o.trace for o in run.outs)
         out.add_row(
