@@ -609,7 +609,7 @@ def test_a_run_is_not_taken_up_with_another_loss(learner_target, tmp_path):
     with pytest.raises(ValueError, match=r"another run \(loss differ"):
         fit(draft_of(learner_target), data, recipe, tmp_path, facts={"loss": "tvd"}, cpu=True)
     slower = Recipe(steps=2, rows=1, lr=1e-4)
-    with pytest.raises(ValueError, match=r"another run \(lr, loss differ"):
+    with pytest.raises(ValueError, match=r"another run \(loss, lr differ"):
         fit(draft_of(learner_target), data, slower, tmp_path, cpu=True)
 
 
