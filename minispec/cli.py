@@ -38,9 +38,6 @@ class DrafterName(StrEnum):
     oracle = "oracle"
 
 
-HEADS = {"draft": "distilled draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle-3"}
-
-
 @app.command()
 def fetch(
     force: Annotated[bool, typer.Option(help="Fetch anew, also if it is there.")] = False,
@@ -76,7 +73,7 @@ def generate(
     """Answers one prompt, accepted drafts in one colour, the target's own tokens in another."""
     from . import drafters
     from .generate import _Run
-    from .heads import load_head
+    from .heads import NAMES, load_head
     from .models import load_target
     from .sampling import Sampling
     from .show import ACCEPTED_STYLE, OWN_STYLE
@@ -90,8 +87,9 @@ def generate(
             "oracle": lambda: drafters.Oracle(0.8, num_tokens),
         }
         chosen: drafters.Drafter | None
-        if head is not None or drafter.value in HEADS:
-            chosen = load_head(head or HEADS[drafter.value], target)
+        heads = {folder: name for name, folder in NAMES.items()}
+        if head is not None or drafter.value in heads:
+            chosen = load_head(head or heads[drafter.value], target)
         else:
             chosen = untrained[drafter.value]()
         if draft_model is not None:

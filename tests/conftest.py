@@ -95,6 +95,16 @@ def any_target(request: pytest.FixtureRequest) -> ms.LanguageModel:
     return _shared(request.param)
 
 
+def cache_holds(model: ms.LanguageModel, cache, row: int, text: torch.Tensor) -> None:
+    """A row of a cache equals one that the model computes afresh from the text [n]."""
+    fresh = model.new_cache(1, len(text))
+    with torch.no_grad():
+        model.forward(fresh, text[None])
+    for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a[row, :, : len(text)], b[0, :, : len(text)])
+
+
 def prompts_of(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     """Random prompts of these lengths, without the end-of-text token."""
     generator = torch.Generator().manual_seed(seed)

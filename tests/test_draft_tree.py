@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import prompts_of, tiny, tiny_transformer
+from conftest import cache_holds, prompts_of, tiny, tiny_transformer
 
 import minispec as ms
 from minispec import shapes as sh
@@ -85,12 +85,7 @@ def test_the_draft_cache_holds_the_accepted_text(name, tree):  # pitfall 26
             num = int(cache.lengths_host[row])
             if num == 0:
                 continue
-            fresh = draft.new_cache(1, num)
-            with torch.no_grad():
-                draft.forward(fresh, run.rows.tokens[row : row + 1, :num])
-            for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
-                for a, b in zip(ours, theirs, strict=True):
-                    torch.testing.assert_close(a[row, :, :num], b[0, :, :num])
+            cache_holds(draft, cache, row, run.rows.tokens[row, :num])
         if run.trace.rounds:
             unread = (run.rows.host - cache.lengths_host)[live]
             accepted = run.trace.rounds[-1].accepted[live]
