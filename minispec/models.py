@@ -149,6 +149,12 @@ class LanguageModel:
                 return module
         raise UnsupportedModelError(f"no list of {self.num_layers} decoder layers found")
 
+    @cached_property
+    def final_norm(self) -> nn.Module | None:
+        """The norm between the last layer and the LM head."""
+        norms = [m for m in self.model.base_model.children() if "Norm" in type(m).__name__]
+        return norms[-1] if norms else None
+
     @property
     def layer_shapes(self) -> list[LayerShape]:
         """What each layer caches for a token, seen once in a pass over one token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import minispec as ms
 from minispec.checkpoints import CheckpointError, load_eagle, save_eagle, write_tensors
-from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead
+from minispec.drafters.eagle import Eagle, EagleConfig, EagleHead, copy_gain
 from minispec.drafters.grow import Grow, rerank
 from minispec.head_checks import by_hand
 from minispec.shapes import chain, from_paths
@@ -378,17 +379,55 @@ def test_our_own_heads_come_back(tmp_path, version):
         assert torch.equal(back.state_dict()[name], value)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_a_head_can_start_near_the_target(llama, version):
-    head = random_head(version)
+def test_a_head_of_eagle_3_can_start_near_the_target():
+    llama = tiny("llama", torch.float64)
+    with torch.no_grad():  # norms that can be told apart
+        for i, p in enumerate(p for n, p in llama.model.named_parameters() if "norm" in n):
+            p.fill_(1.5 + i / 8)
+    head = random_head(3)
     head.start_from(llama)
     e, f = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    given = torch.cat([e, f]) if version == 1 else torch.cat([e, e, f])
-    torch.testing.assert_close(head.fc(given), f)
-    last = llama.layers[-1]
+    torch.testing.assert_close(head.fc(torch.cat([e, e, f])), f)
+    first, last = llama.layers[0], llama.layers[-1]
     assert torch.equal(head.layer.mlp.up_proj.weight, last.mlp.up_proj.weight)
     query = head.layer.self_attn.q_proj.weight[:, -32:]
     assert torch.equal(query, last.self_attn.q_proj.weight)
-    if version == 3:
-        assert torch.equal(head.lm_head.weight, llama.model.lm_head.weight)
-        assert not head.layer.self_attn.k_proj.weight[:, :32].any()
+    assert torch.equal(head.lm_head.weight, llama.model.lm_head.weight)
+    assert not head.layer.self_attn.k_proj.weight[:, :32].any()
+    pairs = {
+        head.norm: llama.model.model.norm,
+        head.layer.input_layernorm: first.input_layernorm,
+        head.layer.hidden_norm: last.input_layernorm,
+        head.layer.post_attention_layernorm: last.post_attention_layernorm,
+    }
+    for mine, theirs in pairs.items():
+        assert mine.weight[0] != 1
+        torch.testing.assert_close(mine.weight, theirs.weight, atol=1e-5, rtol=1e-5)
+
+
+def test_a_norm_is_started_by_what_it_does():
+    norm, ones = torch.nn.RMSNorm(4), torch.ones(4)
+
+    class Less(torch.nn.RMSNorm):  # stores its gain less 1, as Gemma does
+        def forward(self, x):
+            return torch.nn.functional.rms_norm(x, (4,), 1 + self.weight)
+
+    owner = SimpleNamespace(less=Less(4), layer=torch.nn.LayerNorm(4), wide=torch.nn.RMSNorm(8))
+    with torch.no_grad():
+        owner.less.weight.fill_(0.5)
+        for name in ("layer", "wide", "none"):
+            copy_gain(norm, owner, name)
+            assert torch.equal(norm.weight, ones)
+        copy_gain(norm, owner, "less")
+    torch.testing.assert_close(norm.weight, 1.5 * ones)
+
+
+def test_a_head_of_eagle_1_starts_with_the_feature_alone(llama):
+    head = random_head(1)
+    before = {n: p.clone() for n, p in head.named_parameters()}
+    head.start_from(llama)
+    for name, p in head.named_parameters():
+        if name != "fc.weight":
+            assert torch.equal(p, before[name])
+    eye = torch.eye(32, dtype=torch.float64)
+    torch.testing.assert_close(head.fc.weight[:, 32:], 0.3 * before["fc.weight"][:, 32:] + eye)

@@ -214,34 +214,57 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, target: LanguageModel) -> None:
-        """Starts as near the target as the shapes allow, instead of at random.
+        """Starts near the target, where the shapes allow it and where that was measured to help.
 
-        The layer as the target's last (EAGLE-3's attention reads it off the feature's half, and
-        nothing off the embedding's), the LM head as its rows, the FC as "the feature as it is".
+        The FC as "the feature as it is". EAGLE-3: the layer as the target's last (its attention
+        reads it off the feature's half, and nothing off the embedding's), the norms as those
+        through which the target reads the same, the LM head as its rows. EAGLE-1's layer has no
+        input norm, so the target's weights would meet features of another size: they stay random.
         """
+        c, layer = self.config, self.layer
+        if c.target_width == c.width:  # EAGLE-1: [e ; f] -> f; EAGLE-3: [low ; mid ; high] -> high
+            self.fc.weight.mul_(0 if c.version == 3 else 0.3)
+            self.fc.weight[:, -c.width :] += torch.eye(c.width)
+        if c.version == 1:
+            return
         last = target.layers[-1]
-        for name, mine in self.layer.named_parameters():
+        for name, mine in layer.named_parameters():
             theirs = dict(last.named_parameters()).get(name)
-            if theirs is None:
+            if theirs is None or "norm" in name:
                 continue
             if theirs.shape == mine.shape:
                 mine.copy_(theirs)
             elif name.startswith("self_attn.") and theirs.shape[1] * 2 == mine.shape[1]:
                 mine.zero_()
                 mine[:, theirs.shape[1] :].copy_(theirs)
-        if self.config.target_width == self.config.width:
-            self.fc.weight.zero_()  # EAGLE-1: [e ; f] -> f; EAGLE-3: [low ; mid ; high] -> high
-            self.fc.weight[:, -self.config.width :] += torch.eye(self.config.width)
-        if self.config.version == 3:
-            rows = head_rows(target, self.token_map)
-            if rows.shape == self.lm_head.weight.shape:
-                self.lm_head.weight.copy_(rows)
+        copy_gain(layer.input_layernorm, target.layers[0], "input_layernorm")
+        copy_gain(layer.hidden_norm, last, "input_layernorm")
+        copy_gain(layer.post_attention_layernorm, last, "post_attention_layernorm")
+        rows = head_rows(target, self.token_map)
+        if rows.shape == self.lm_head.weight.shape:
+            self.lm_head.weight.copy_(rows)
+            copy_gain(self.norm, target, "final_norm")
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """The draft's own cache: one layer."""
         c, weight = self.config, self.fc.weight
         shape = LayerShape(c.kv_heads, c.head_dim, c.head_dim, weight.dtype, weight.device)
         return KVCache([shape], batch, capacity)
+
+
+def copy_gain(norm: nn.RMSNorm, owner: object, name: str) -> None:
+    """Starts ``norm`` as the RMS norm ``owner.name``, if there is one as wide.
+
+    Its gain is read off as what it makes of ones: some models store it less 1. A LayerNorm makes
+    zeros of them and is left aside.
+    """
+    theirs = getattr(owner, name, None)
+    weight = getattr(theirs, "weight", None)
+    if weight is None or weight.shape != norm.weight.shape:
+        return
+    gain = theirs(torch.ones_like(weight).view(1, 1, -1)).flatten()  # type: ignore[misc]
+    if gain.abs().max() > 0.01:
+        norm.weight.copy_(gain)
 
 
 class Eagle(Drafter):

@@ -123,6 +123,7 @@ def train(
     loss: Annotated[str, typer.Option(help="draft: forward kl, reverse kl, tvd.")] = "forward kl",
     labels: Annotated[str, typer.Option(help="medusa: soft or hard.")] = "soft",
     unroll: Annotated[int | None, typer.Option(help="eagle: steps; default 1, eagle3 5.")] = None,
+    single: Annotated[int, typer.Option(help="eagle3: first updates with one step.")] = 0,
     dev: Annotated[bool, typer.Option(help="Note tau by kind on the dev prompts.")] = True,
     threads: Annotated[int | None, typer.Option(help="Of this process.")] = None,
     cpu: Annotated[bool, typer.Option(help="Train on the CPU.")] = False,
@@ -158,6 +159,8 @@ def train(
             learner: Any = medusa_learner(target, texts, **options)
         elif what in (What.eagle, What.eagle3):
             options |= {"version": 3 if what is What.eagle3 else 1, "steps": unroll}
+            if single:
+                options["single"] = single
             learner = eagle_learner(target, texts, **options)
         else:
             options |= {"width": width, "layers": layers, "loss": loss, "seed": seed}

@@ -34,8 +34,9 @@ NOISE = 0.1  # EAGLE-1's, uniform, on the features that it reads
 class EagleLearner(Learner):
     """Trains ``head``.
 
-    steps: how often it is unrolled in training; EAGLE-1's own way is 1. feature_loss: EAGLE-1's
-    SmoothL1. measured: how many drafted tokens ``ranks`` follows.
+    steps: how often it is unrolled in training; EAGLE-1's own way is 1. single: so many updates
+    at first with one step alone, which cost a fraction. feature_loss: EAGLE-1's SmoothL1. measured:
+    how many drafted tokens ``ranks`` follows.
     """
 
     rows: Tensor
@@ -51,11 +52,13 @@ class EagleLearner(Learner):
         noise: float | None = None,
         measured: int = 5,
         seed: int = 0,
+        single: int = 0,
     ) -> None:
         super().__init__()
         first = head.config.version == 1
         self.head, self.measured, self.seed = head, measured, seed
         self.steps = (1 if first else 5) if steps is None else steps
+        self.single = single
         self.feature_loss = first if feature_loss is None else feature_loss
         self.noise = (NOISE if first else 0.0) if noise is None else noise
         if self.steps < 1 or measured < 1:
@@ -78,7 +81,8 @@ class EagleLearner(Learner):
             drawn = torch.rand(hidden.shape, generator=chance).to(hidden.device)
             inputs = hidden + (2 * drawn - 1) * self.noise
         laws = Laws(self.rows, hidden, batch.has_ahead(1))
-        for i, out in enumerate(self.unroll(batch, inputs, self.steps)):
+        steps = 1 if step < self.single else self.steps
+        for i, out in enumerate(self.unroll(batch, inputs, steps)):
             learn = batch.has_ahead(2 + i)
             logits = self.head.logits(out[learn], self.rows).float()
             loss = F.cross_entropy(logits, laws.ahead(batch, 1 + i, learn), reduction="sum")

@@ -101,6 +101,7 @@ def eagle_learner(
     version: int = 3,
     vocab: int = 4096,
     steps: int | None = None,
+    single: int = 0,
     taps: Sequence[int] | None = None,
     near: bool = True,
 ) -> EagleLearner:
@@ -130,7 +131,7 @@ def eagle_learner(
     )
     if near:
         head.start_from(target)
-    return EagleLearner(head, target, steps)
+    return EagleLearner(head, target, steps, single=single)
 
 
 def train(
