@@ -75,7 +75,8 @@ def _folder(name: str | Path) -> Path:
 
 Tree = Shape | Grow
 WITH_LOOKUP = " + lookup"
-LOOKUP_TOKENS = 6
+# Beside a trained drafter a look-up need not guess: long chains, and only where two tokens match.
+LOOKUP = {"num_tokens": 10, "max_ngram": 4, "min_ngram": 2}
 
 
 def trained() -> list[str]:
@@ -88,7 +89,7 @@ def load_trained(name: str, target: LanguageModel, tree: Tree | None = None) -> 
     head = load_head(name.removesuffix(WITH_LOOKUP), target, tree)
     if not name.endswith(WITH_LOOKUP):
         return head
-    return Merged(head, PromptLookup(LOOKUP_TOKENS))
+    return Merged(head, PromptLookup(**LOOKUP))
 
 
 def load_head(name: str | Path, target: LanguageModel, tree: Tree | None = None) -> Drafter:

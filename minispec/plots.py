@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -108,38 +108,72 @@ def draw_tree(
             texts | {OWN_NODE: name(int(verdict.next_token[row]))},
         )
         styles[OWN_NODE] = own
-    places = _layout(parents)
+    places = layout(parents)
     width = min(1.5 * (1 + max(x for x, _ in places.values())) + 0.5, 10)
     height = 0.36 * (1 + max(y for _, y in places.values())) + (0.9 if verdict is not None else 0.3)
     figure, ax = plt.subplots(figsize=(max(width, 5), max(height, 1.2)), layout="tight")
-    texts, styles = {ROOT: root} | texts, {ROOT: "root"} | styles
+    shown = {node: as_label(text) for node, text in ({ROOT: root} | texts).items()}
+    draw_nodes(ax, parents, shown, styles, places)
+    if verdict is not None:
+        ax.legend(handles=box_marks(["root", *styles.values()]), **BELOW)
+    return figure
+
+
+def draw_nodes(
+    ax: Axes,
+    parents: dict[int, int],
+    texts: dict[int, str],
+    styles: dict[int, str],
+    places: dict[int, tuple[float, float]] | None = None,
+    fontsize: float = 9,
+) -> Axes:
+    """A tree as boxes: parents by node, texts of the nodes and of ROOT, styles of ``BOXES``.
+
+    places: (depth, height) of each node, those of a larger tree that this one is a part of; None:
+    the tree's own.
+    """
+    frame = layout(parents) if places is None else places
+    styles = {ROOT: "root"} | styles
     for node, parent in parents.items():
-        (x, y), (x0, y0) = places[node], places[parent]
+        (x, y), (x0, y0) = frame[node], frame[parent]
         face, _, kept = BOXES[styles[node]]
         shade = face if styles[node] in ("accepted", "correction", "bonus") else "#bbbbbb"
         ax.plot([x0, x], [y0, y], color=shade, linewidth=2.5 if kept else 1, zorder=1)
-    for node, (x, y) in places.items():
+    for node in (ROOT, *parents):
         face, ink, _ = BOXES[styles[node]]
-        line = "--" if styles[node] == "not reached" else "-"
         box = {
             "boxstyle": "round,pad=0.3",
             "facecolor": face,
             "edgecolor": "#888888",
-            "linestyle": line,
+            "linestyle": "--" if styles[node] in DASHED else "-",
         }
         ax.text(
-            x, y, _plain(texts[node]), color=ink, bbox=box, fontsize=9, ha="center", va="center"
+            *frame[node],
+            texts[node],
+            color=ink,
+            bbox=box,
+            fontsize=fontsize,
+            ha="center",
+            va="center",
         )
-    shown = [s for s in BOXES if s in styles.values()]
-    if verdict is not None:
-        marks = [Patch(facecolor=BOXES[s][0], edgecolor="#888888", label=s) for s in shown]
-        ax.legend(handles=marks, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=5, fontsize=9)
-    right, bottom = (max(v) for v in zip(*places.values(), strict=True))
+    right, bottom = (max(v) for v in zip(*frame.values(), strict=True))
     ax.set(xlim=(-0.5, right + 0.5), ylim=(bottom + 0.6, -0.6))
     ax.axis("off")
-    return figure
+    return ax
 
 
+def box_marks(styles: Iterable[str]) -> list[Patch]:
+    """What the boxes' colours mean, for a legend."""
+    used = set(styles)
+    return [Patch(facecolor=BOXES[s][0], edgecolor="#888888", label=s) for s in BOXES if s in used]
+
+
+BELOW: dict[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, 0),
+    "ncols": 5,
+    "fontsize": 9,
+}
 OWN_NODE = -2  # the target's own token, as a node of the drawing
 BOXES = {  # face, ink, thick line
     "root": ("#ffffff", "black", False),
@@ -149,7 +183,15 @@ BOXES = {  # face, ink, thick line
     "not reached": ("#f4f4f4", "#777777", False),
     "correction": (COLORS["own"], "white", True),
     "bonus": (COLORS["own"], "white", True),
+    "candidate": ("#ffffff", "black", False),
+    "expanded": ("#cfe6f5", "black", True),
+    "kept": ("#fbe3b5", "black", True),
+    "left out": ("#f4f4f4", "#777777", False),
+    "the head's": ("#cfe6f5", "black", False),
+    "the text's": ("#bfe5d9", "black", False),
+    "both": ("#ead1dc", "black", True),
 }
+DASHED = ("not reached", "left out")
 
 
 def _nodes(
@@ -178,7 +220,7 @@ def _fates(parents: dict[int, int], path: list[int]) -> dict[int, str]:
     return fates
 
 
-def _layout(parents: dict[int, int]) -> dict[int, tuple[float, float]]:
+def layout(parents: dict[int, int]) -> dict[int, tuple[float, float]]:
     """(depth, height) of each node: leaves one below the other, parents in the middle of theirs."""
     places: dict[int, tuple[float, float]] = {}
     leaves = iter(range(len(parents) + 1))
@@ -193,7 +235,7 @@ def _layout(parents: dict[int, int]) -> dict[int, tuple[float, float]]:
     return places
 
 
-def _plain(text: str, width: int = 12) -> str:
+def as_label(text: str, width: int = 12) -> str:
     """A token as a label: white space made visible, no mathematics, not too long."""
     text = text.replace("\n", "⏎").replace(" ", "·").replace("$", r"\$")
     return text if len(text) <= width else f"{text[: width - 1]}…"
@@ -216,7 +258,7 @@ def draw_mask(
     kept = [0, *(i + 1 for i in parents)]
     depth, visible = (part[row].cpu().numpy() for part in tree.with_root())
     seen = np.pad(visible[np.ix_(kept, kept)].astype(float), ((0, 0), (1, 0)), constant_values=0.4)
-    names = [_plain(root), *(_plain(texts[i]) for i in parents)]
+    names = [as_label(root), *(as_label(texts[i]) for i in parents)]
     side = 0.3 * len(names) + 1.6
     figure, ax = plt.subplots(figsize=(side + 0.3, side), layout="tight")
     shades = LinearSegmentedColormap.from_list("seen", ["#ffffff", COLORS["accepted"]])

@@ -24,8 +24,10 @@ COLORS = {
     "medusa": "#F0E442",
     "medusa + lookup": "#999933",
     "eagle": "#56B4E9",
+    "eagle + lookup": "#117799",
     "eagle-2": "#0072B2",
     "eagle-3": "#D55E00",
+    "eagle-3 + lookup": "#882255",
 }
 ACCEPTED_STYLE, OWN_STYLE = "bold #56B4E9", "#E69F00"  # legible on dark and on light terminals
 

@@ -416,19 +416,27 @@ def test_drafters_check_their_numbers(make, num):
         make(num_tokens=num)
 
 
+def test_lookup_refuses_a_range_that_is_none():
+    with pytest.raises(ValueError, match="min_ngram 4 is above max_ngram 3"):
+        ms.PromptLookup(min_ngram=4)
+
+
 def test_lookup_finds_the_longest_and_then_the_latest_match():
     from minispec.drafters import Rows
 
-    def propose(text, num=3, max_ngram=3):
+    def propose(text, num=3, max_ngram=3, min_ngram=1):
         tokens = torch.tensor([text + [0] * 4])
         length = torch.tensor([len(text)])
         rows = Rows(tokens, length, length, length + 4, length < 0, ms.Sampling(), None)
-        tree = ms.PromptLookup(num, max_ngram).propose(rows)
+        tree = ms.PromptLookup(num, max_ngram, min_ngram).propose(rows)
         return tree.tokens[0][tree.valid[0]].tolist()
 
     assert propose([1, 2, 3, 9, 8, 7, 2, 3, 5, 1, 2, 3]) == [9, 8, 7]  # three match, not two
     assert propose([2, 3, 9, 4, 2, 3, 8, 6, 2, 3]) == [8, 6, 2]  # the later of two places
     assert propose([2, 3, 9, 4, 7, 3], max_ngram=3) == [9, 4, 7]  # one token is better than none
+    assert propose([2, 3, 9, 4, 7, 3], min_ngram=2) == []
+    assert propose([2, 3, 9, 4, 2, 3], min_ngram=2) == [9, 4, 2]
+    assert propose([2, 3, 9, 4, 2, 3], min_ngram=3) == []
     assert propose([4, 5, 6]) == []
     assert propose([4]) == []
     assert propose([6, 6]) == [6]  # what follows is cut at the end of the text

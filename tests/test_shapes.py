@@ -298,6 +298,20 @@ def test_drawings_of_shapes_and_padding():
         plots.draw_tree(SMALL, ["a"])
 
 
+def test_a_part_of_a_tree_is_drawn_where_it_stands_in_the_whole():
+    parents, texts = {0: -1, 1: -1, 2: 0, 3: 0}, {-1: "root", 0: "a", 1: "b", 2: "c", 3: "d"}
+    whole = plots.layout(parents)
+    _, ax = plots.plt.subplots()
+    styles = {0: "kept", 1: "left out"}
+    plots.draw_nodes(ax, {0: -1, 1: -1}, texts, styles, whole)
+    drawn = {t.get_text(): t for t in ax.texts}
+    assert set(drawn) == {"root", "a", "b"}
+    assert all(drawn[texts[i]].get_position() == whole[i] for i in (-1, 0, 1))
+    assert drawn["b"].get_bbox_patch().get_linestyle() == "--"
+    assert drawn["a"].get_bbox_patch().get_linestyle() == "-"
+    assert [m.get_label() for m in plots.box_marks(styles.values())] == ["kept", "left out"]
+
+
 def test_the_mask_picture_is_the_mask():
     tree = SMALL.with_tokens(torch.arange(7)[None])
     ax = plots.draw_mask(tree).axes[0]

@@ -74,6 +74,8 @@ def test_tokens_are_those_of_transformers(name, num):  # pitfall 1
 TREES = {
     "distilled draft": (ms.shapes.kary(2, 3), ms.Grow(12, 3, 5, min_value=0.03, min_gain=0.1)),
     "medusa": (ms.shapes.kary(3, 2), ms.shapes.chain(4)),
+    "eagle": (ms.shapes.kary(2, 3), ms.Grow(12, 3, 5, min_value=0.03, min_gain=0.1)),
+    "eagle-3": (ms.shapes.kary(2, 3), ms.Grow(12, 3, 5, min_value=0.03, min_gain=0.1)),
 }
 TREES = {name: trees for name, trees in TREES.items() if name in shipped()}
 

@@ -17,13 +17,17 @@ from .base import Drafter, Rows, at_least_one
 class PromptLookup(Drafter):
     """Finds the last ``max_ngram`` tokens (else fewer) earlier in the text and drafts what follows.
 
-    The longest n-gram wins, and among its places the latest. The candidates are chosen and not
-    drawn, so they are point masses at every temperature.
+    Where fewer than the last ``min_ngram`` tokens stood before, it drafts nothing. The longest
+    n-gram wins, and among its places the latest. The candidates are chosen and not drawn, so they
+    are point masses at every temperature.
     """
 
-    def __init__(self, num_tokens: int = 8, max_ngram: int = 3) -> None:
+    def __init__(self, num_tokens: int = 8, max_ngram: int = 3, min_ngram: int = 1) -> None:
         self.num_tokens = self.max_nodes = at_least_one("num_tokens", num_tokens)
         self.max_ngram = at_least_one("max_ngram", max_ngram)
+        self.min_ngram = at_least_one("min_ngram", min_ngram)
+        if min_ngram > max_ngram:
+            raise ValueError(f"min_ngram {min_ngram} is above max_ngram {max_ngram}")
 
     def propose(self, rows: Rows) -> TokenTree:
         tokens, lengths = rows.tokens[:, : int(rows.host.max())], rows.lengths.unsqueeze(1)
@@ -35,7 +39,7 @@ class PromptLookup(Drafter):
             same = same & (self._shifted(tokens, back) == suffix.unsqueeze(1))
             run = run + same
         score = run * tokens.shape[1] + place  # longest first, then latest
-        best = score.masked_fill(run == 0, -1).max(1, keepdim=True)  # [B, 1]
+        best = score.masked_fill(run < self.min_ngram, -1).max(1, keepdim=True)  # [B, 1]
         follow = best.indices + torch.arange(1, self.num_tokens + 1, device=tokens.device)
         valid = (best.values >= 0) & (follow < lengths)
         return TokenTree.chain(tokens.gather(1, follow.clamp(max=tokens.shape[1] - 1)), None, valid)

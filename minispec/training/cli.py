@@ -150,6 +150,7 @@ def train(
 
     try:
         torch.set_num_threads(threads or torch.get_num_threads())
+        torch.manual_seed(seed)
         texts, named = load_corpus(corpus)
         texts = texts[:limit]
         target = load_target(model, device="cpu" if cpu else "auto")
