@@ -11,16 +11,16 @@ demo: $(READY)
 
 test: $(READY)  ## the whole suite and every notebook from a clean kernel
 	$(BIN)/minispec fetch
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with notebooks/nbval.cfg \
-		--nbval-cell-timeout=300 notebooks
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env \
+		--nbval-sanitize-with notebooks/nbval.cfg --nbval-cell-timeout=600 notebooks
 	$(MAKE) guard
 
 guard: $(READY)  ## ratios of speed with wide bounds; last, with nothing else running
 	$(BIN)/python -m pytest benchmarks
 
 test-quick: $(READY)  ## tiny models only, no notebooks
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 lab: $(READY)
 	$(BIN)/jupyter lab notebooks

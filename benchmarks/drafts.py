@@ -13,14 +13,12 @@ target's features (2 GB), which makes it some times as fast.
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import Result, options
 
 import minispec as ms
 from minispec.demo import machine
@@ -31,7 +29,7 @@ from minispec.training.fit import Recipe, fit
 from minispec.training.run import data_of, draft_learner, load_corpus
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-RECIPE = Recipe(steps=250, rows=4, lr=2e-3, precision="bf16", validate_every=50)
+RECIPE = Recipe(steps=250, rows=4, lr=2e-3, precision="auto", validate_every=50)
 DRAFT = {"width": 352, "layers": 2}
 
 
@@ -72,25 +70,14 @@ def temperatures(data: TextData, rows: range, batch: Batch) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--features", type=Path)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    target = ms.load_target("smollm2", dtype="bfloat16")
+    given = options(str(__doc__))
+    target = ms.load_target("smollm2")
     texts, named = load_corpus()
-    data = data_of(target, texts, features=options.features)
+    data = data_of(target, texts, features=given.features)
     head = target.model.get_output_embeddings().weight.detach().float()
     facts = {"machine": machine(), "corpus": named, "draft": DRAFT, "recipe": vars(RECIPE)}
-    found: dict[str, Any] = {}
-    if options.out is not None and options.out.exists():
-        found = json.loads(options.out.read_text())["drafts"]
-
-    def keep() -> None:
-        if options.out is not None:
-            options.out.write_text(json.dumps({"facts": facts, "drafts": found}, indent=1) + "\n")
-
+    result = Result(given.out, facts, ("drafts",))
+    found = result.parts["drafts"]
     for loss in LOSSES:
         if loss in found:
             continue
@@ -98,18 +85,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             log = fit(learner, data[0], RECIPE, Path(work), validation=data[1])
         curve = log[log["tau"].notna()]
-        found[loss] = {
+        kept = {
             "alpha": alphas(learner, head, data[1]),
             "step": [int(s) + 1 for s in curve["step"]],
             "alpha_1": [round(float(a), 4) for a in curve["alpha_1"]],
         }
-        print(loss, found[loss], flush=True)
-        keep()
+        result.keep("drafts", loss, kept)
     if "shipped" not in found and "distilled draft" in shipped():
         learner = DraftLearner(ms.load_target(str(shipped()["distilled draft"])), target)
-        found["shipped"] = {"alpha": alphas(learner, head, data[1])}
-        print("shipped", found["shipped"], flush=True)
-    keep()
+        result.keep("drafts", "shipped", {"alpha": alphas(learner, head, data[1])})
 
 
 if __name__ == "__main__":

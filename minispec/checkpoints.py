@@ -116,7 +116,7 @@ LAYER_NAMES = ("layers.0.", "midlayer.")  # EAGLE-1's and EAGLE-3's; here: layer
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """The layers whose inputs the authors of EAGLE-3 fuse: 2, L/2 and L - 3."""
     taps = (2, num_layers // 2, num_layers - 3)
-    if len(set(taps)) < 3 or min(taps) < 0:
+    if not 0 <= taps[0] < taps[1] < taps[2]:
         raise ValueError(f"a target of {num_layers} layers is too shallow for taps {taps}")
     return taps
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.stats import bootstrap
-from torch import nn
+from torch import Tensor, nn
 
 from .drafters import Drafter, Oracle
 from .generate import generate
@@ -209,7 +209,8 @@ def measure_roofline(
     size: int = 2048,
     repeats: int = 5,
 ) -> Roofline:
-    """Measures the two ceilings: reading ``megabytes`` in a stream, a size x size matrix product.
+    """Measures the two ceilings: reading ``megabytes`` in a stream, a size x size matrix product
+    (a smaller one where that would take long).
 
     Choose megabytes far over the last-level cache. The ceiling of bandwidth is the best of two
     ways to read without writing: a sum, and a matrix times a vector, which is what decoding does
@@ -221,12 +222,12 @@ def measure_roofline(
     stream = torch.ones(count // 4, dtype=torch.float32, device=device)
     copy = torch.empty_like(stream)
     matrix = torch.ones(count // dtype.itemsize // 4096, 4096, dtype=dtype, device=device)
-    square = torch.randn(size, size, device=device).to(dtype)
+    square = _square(dtype, device, size)
     runs: dict[str, tuple[float, Callable[[], Any]]] = {
         "sum": (stream.nbytes, stream.sum),
         "matvec": (matrix.nbytes, lambda: F.linear(matrix[:1], matrix)),
         "copy": (2 * stream.nbytes, lambda: copy.copy_(stream)),
-        "matmul": (2.0 * size**3, lambda: square @ square),
+        "matmul": (2.0 * len(square) ** 3, lambda: F.linear(square, square)),
     }
     rates = {}
     for name, (work, run) in runs.items():
@@ -235,6 +236,15 @@ def measure_roofline(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     bandwidth = max(rates["sum"], rates["matvec"])
     return Roofline(bandwidth, rates["matmul"], _plain(dtype), name, torch.get_num_threads(), rates)
+
+
+def _square(dtype: torch.dtype, device: torch.device, most: int) -> Tensor:
+    """[n, n], n up to ``most``: a processor that only imitates a type takes minutes for more."""
+    for n in (256, 512, 1024, 2048, 4096, 8192):
+        square = torch.randn(min(n, most), min(n, most), device=device).to(dtype)
+        if n >= most or _seconds(lambda s=square: F.linear(s, s), device) > 0.05:  # type: ignore[misc]
+            break
+    return square
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

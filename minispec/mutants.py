@@ -396,6 +396,17 @@ HEAD_MUTANTS: list[Mutant] = [
         "In ragged rows keys of no token stay in the draft's cache.",
     ),
     Mutant(
+        "EAGLE keeps a stale key",
+        "drafters.eagle:Eagle.read_committed",
+        (
+            (
+                "begun + self.count.clamp(max=part.stop)",
+                "begun + self.count.clamp(max=part.stop) + self.count.gt(2)",
+            ),
+        ),
+        "A key that was written while drafting stays behind those with true features.",
+    ),
+    Mutant(
         "EAGLE's embedding second",
         "drafters.eagle:EagleHead.step",
         (("torch.cat([embed, feature], -1)", "torch.cat([feature, embed], -1)"),),

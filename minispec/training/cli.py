@@ -113,7 +113,7 @@ def train(
     length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 640,
     accumulate: Annotated[int, typer.Option(help="Parts an update is computed in.")] = 1,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
-    precision: Annotated[str, typer.Option(help="bf16 or no.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="bf16, no, or auto.")] = "auto",
     seed: Annotated[int, typer.Option()] = 0,
     limit: Annotated[int | None, typer.Option(help="Use the first texts alone.")] = None,
     vocab: Annotated[int, typer.Option(help="Size of the draft's vocabulary.")] = 8192,

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..models import pick_dtype
 from .data import Batch, TextData
 
 
@@ -37,8 +38,9 @@ class Recipe:
 
     steps: updates. rows: packed rows an update, over all processes and accumulated parts.
     accumulate: parts that an update is computed in (memory). lr: the highest; it rises over
-    ``warmup`` (a share of the steps) and falls to a tenth along a cosine. precision: "no" or "bf16"
-    (autocast). validate_every, save_every: in steps; 0: only at the end.
+    ``warmup`` (a share of the steps) and falls to a tenth along a cosine. precision: "no", "bf16"
+    (autocast), or "auto": bf16 where the machine computes in it, since elsewhere it is many times
+    as slow. validate_every, save_every: in steps; 0: only at the end.
     """
 
     steps: int
@@ -61,10 +63,16 @@ class Recipe:
             raise ValueError(
                 f"rows must be a multiple of accumulate: {self.rows}, {self.accumulate}"
             )
-        if self.precision not in ("no", "bf16"):
-            raise ValueError(f"precision must be 'no' or 'bf16', not {self.precision!r}")
+        if self.precision not in ("no", "bf16", "auto"):
+            raise ValueError(f"precision must be no, bf16 or auto, not {self.precision!r}")
         if not 0 <= self.warmup < 1 or not self.lr > 0:
             raise ValueError("warmup must be in [0, 1) and lr above 0")
+
+    def half(self, device: torch.device) -> bool:
+        """Whether ``device`` computes the losses in bfloat16."""
+        if self.precision == "auto":
+            return pick_dtype("auto", device) == torch.bfloat16
+        return self.precision == "bf16"
 
     def rate(self, step: int) -> float:
         """The learning rate of update ``step`` as a share of ``lr``."""
@@ -229,7 +237,7 @@ def _update(
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of terms
     # Not the accelerator's own setting: that is fixed for a whole process, and a notebook trains
     # several drafts in one.
-    half = recipe.precision == "bf16"
+    half = recipe.half(accelerator.device)
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=half)
     optimizer.zero_grad()
     for number, batch in enumerate(parts):

@@ -1,0 +1,39 @@
+"""What the benchmarks that train share: their options, and a result that is taken up again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def options(doc: str) -> argparse.Namespace:
+    """--out, --features and --threads; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="where the result is kept, and taken up again")
+    parser.add_argument("--features", type=Path, help="a folder for the target's features")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    return given
+
+
+class Result:
+    """Named values in named parts, written to ``path`` after each; what it holds stays."""
+
+    def __init__(self, path: Path | None, facts: dict[str, Any], parts: tuple[str, ...]) -> None:
+        self.path, self.facts = path, facts
+        held = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.parts: dict[str, dict[str, Any]] = {part: held.get(part, {}) for part in parts}
+
+    def keep(self, part: str, name: str, value: Any) -> None:
+        self.parts[part][name] = value
+        print(part, name, value, flush=True)
+        if self.path is not None:
+            draft = self.path.with_suffix(".part")
+            draft.write_text(json.dumps({"facts": self.facts, **self.parts}, indent=1) + "\n")
+            os.replace(draft, self.path)
