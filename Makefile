@@ -13,7 +13,7 @@ test: $(READY)  ## the whole suite and every notebook from a clean kernel
 	$(BIN)/minispec fetch
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbval --nbval-current-env \
-		--nbval-sanitize-with notebooks/nbval.cfg --nbval-cell-timeout=600 notebooks
+		--nbval-sanitize-with notebooks/nbval.cfg --nbval-cell-timeout=1200 notebooks
 	$(MAKE) guard
 
 guard: $(READY)  ## ratios of speed with wide bounds; last, with nothing else running
