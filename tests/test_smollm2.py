@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import pytest
@@ -9,21 +10,25 @@ import torch
 
 import minispec as ms
 from minispec.heads import load_head, shipped
+from minispec.models import pick_dtype
 from minispec.prompts import load_prompts
 
 pytestmark = pytest.mark.slow
 NEW, PROMPTS = 64, 20
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # a neighbour has the other core
+# A processor that only imitates bfloat16 is old, and several times as slow: one prompt in three.
+STEP = 1 if pick_dtype("auto", torch.device("cpu")) == torch.bfloat16 else 3
 
 
 @cache
 def target() -> ms.LanguageModel:
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     return ms.load_target("smollm2", dtype="float32", device="cpu")
 
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     yield
     torch.set_num_threads(1)
 
@@ -33,7 +38,8 @@ def chats() -> list[list[int]]:
     """Twenty short prompts, all kinds but those with long passages over-represented."""
     by_length = sorted(load_prompts("test"), key=lambda p: len(p.text))
     picked = by_length[:14] + by_length[-6:]  # six with a passage, where lookup has work to do
-    return [target().encode(p.chat()) for p in picked]
+    assert len(picked) == PROMPTS
+    return [target().encode(p.chat()) for p in picked[::STEP]]
 
 
 @cache
@@ -65,7 +71,6 @@ CASES = [("plain", 0)] + [
 
 @pytest.mark.parametrize(("name", "num"), CASES)
 def test_tokens_are_those_of_transformers(name, num):  # pitfall 1
-    assert len(chats()) == PROMPTS
     out = ms.generate(target(), chats(), drafter(name, num), max_new_tokens=NEW)
     for row, (ours, theirs) in enumerate(zip(out.tokens, expected(), strict=True)):
         assert ours.tolist() == theirs, f"prompt {row}"
@@ -88,12 +93,12 @@ def test_trained_drafts_leave_the_text_as_it_is(name, which):
         assert ours.tolist() == theirs[:32], f"prompt {row}"
     assert out.trace.tau > 1.2
     merged = ms.Merged(drafter, ms.PromptLookup(4))
-    both = ms.generate(target(), chats()[-3:], merged, max_new_tokens=32)
-    assert [t.tolist() for t in both.tokens] == [theirs[:32] for theirs in expected()[-3:]]
+    both = ms.generate(target(), chats()[-2:], merged, max_new_tokens=32)
+    assert [t.tolist() for t in both.tokens] == [theirs[:32] for theirs in expected()[-2:]]
 
 
 def test_lookup_finds_something_where_a_passage_is_given():
-    out = ms.generate(target(), chats()[-6:], ms.PromptLookup(8), max_new_tokens=NEW)
+    out = ms.generate(target(), chats()[-6 // STEP :], ms.PromptLookup(8), max_new_tokens=NEW)
     assert out.trace.tau > 1.2
 
 
@@ -119,10 +124,11 @@ def test_bf16_texts_part_only_at_near_ties():  # pitfall 1
 
     bf16 = ms.load_target("smollm2", dtype="bfloat16", device="cpu")
     chosen = chats()[::2]
-    plain = ms.generate(bf16, chosen, max_new_tokens=32)
+    new = 32 // STEP
+    plain = ms.generate(bf16, chosen, max_new_tokens=new)
     heads = [load_head(name, bf16, trees[0]) for name, trees in TREES.items()]
     for drafter in (ms.PromptLookup(7), ms.Oracle(0.8, 3), *heads):
-        out = ms.generate(bf16, chosen, drafter, max_new_tokens=32)
+        out = ms.generate(bf16, chosen, drafter, max_new_tokens=new)
         found = first_divergence(plain, out, bf16)
         assert [d for d in found if d.verdict == "fault"] == []
 
@@ -133,7 +139,7 @@ def test_flips_stand_where_the_margin_is_within_the_drift():
     from minispec.exactness import block_drift
 
     bf16 = ms.load_target("smollm2", dtype="bfloat16", device="cpu")
-    frames = [block_drift(bf16, ids[:64]) for ids in chats()[:4]]
+    frames = [block_drift(bf16, ids[:64]) for ids in chats()[: 5 - STEP]]
     table = pd.concat(frames)
     assert table["drift"].max() > 0  # bf16 does drift with the shape of the pass
     flips = table[table["flipped"]]
