@@ -123,7 +123,7 @@ def test_bf16_texts_part_only_at_near_ties():  # pitfall 1
     from minispec.exactness import first_divergence
 
     bf16 = ms.load_target("smollm2", dtype="bfloat16", device="cpu")
-    chosen = chats()[::2]
+    chosen = chats()[::2] if STEP == 1 else chats()[:2]  # the shortest
     new = 32 // STEP
     plain = ms.generate(bf16, chosen, max_new_tokens=new)
     heads = [load_head(name, bf16, trees[0]) for name, trees in TREES.items()]
