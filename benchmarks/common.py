@@ -23,11 +23,16 @@ def options(doc: str) -> argparse.Namespace:
 
 
 class Result:
-    """Named values in named parts, written to ``path`` after each; what it holds stays."""
+    """Named values in named parts, written to ``path`` after each; what it holds stays.
+
+    Exits if the file holds a run of another recipe, corpus or machine.
+    """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], parts: tuple[str, ...]) -> None:
         self.path, self.facts = path, facts
         held = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        if held and held["facts"] != json.loads(json.dumps(facts)):
+            raise SystemExit(f"{path} holds another run (recipe, corpus or machine): move it away")
         self.parts: dict[str, dict[str, Any]] = {part: held.get(part, {}) for part in parts}
 
     def keep(self, part: str, name: str, value: Any) -> None:

@@ -63,7 +63,7 @@ def measure(learner: EagleLearner, data: tuple[TextData, TextData], rows: int) -
         learn: Any = First(data[0], rows)
         log = fit(learner, learn, RECIPE, Path(work), validation=data[1])
     last = log.iloc[-1]
-    names = [name for name in log.columns if name.startswith("alpha_")]
+    names = [n for n in log.columns if n.startswith("alpha_") and last[n] == last[n]]  # no nan
     return {
         "tau": round(float(last["tau"]), 4),
         "n-alpha": [round(float(last[name]), 4) for name in names],

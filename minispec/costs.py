@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -242,7 +243,8 @@ def _square(dtype: torch.dtype, device: torch.device, most: int) -> Tensor:
     """[n, n], n up to ``most``: a processor that only imitates a type takes minutes for more."""
     for n in (256, 512, 1024, 2048, 4096, 8192):
         square = torch.randn(min(n, most), min(n, most), device=device).to(dtype)
-        if n >= most or _seconds(lambda s=square: F.linear(s, s), device) > 0.05:  # type: ignore[misc]
+        F.linear(square, square)  # the first product of a kind is slow
+        if n >= most or _seconds(partial(F.linear, square, square), device) > 0.05:
             break
     return square
 
