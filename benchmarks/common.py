@@ -1,4 +1,4 @@
-"""What the benchmarks that train share: their options, and a result that is taken up again."""
+"""What some benchmarks share: their options, and a result that is taken up again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 
-def options(doc: str) -> argparse.Namespace:
-    """--out, --features and --threads; sets the number of threads."""
+def options(doc: str, *, features: bool = True) -> argparse.Namespace:
+    """--out, --threads and, where a benchmark trains, --features; sets the number of threads."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("--out", type=Path, help="where the result is kept, and taken up again")
-    parser.add_argument("--features", type=Path, help="a folder for the target's features")
+    if features:
+        parser.add_argument("--features", type=Path, help="a folder for the target's features")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
     torch.set_num_threads(given.threads)

@@ -11,6 +11,7 @@ import copy
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,36 +122,47 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return taps
 
 
-def load_eagle(source: str | Path, num_target_layers: int | None = None) -> EagleHead:
+def load_eagle(
+    source: str | Path,
+    num_target_layers: int | None = None,
+    taps: Sequence[int] | None = None,
+) -> EagleHead:
     """An EAGLE head (version 1 or 3, told by its tensors) from a folder with config and weights.
 
     EAGLE-1: fc, layers.0.*, no input norm, no LM head. EAGLE-3: fc over three taps, midlayer.*,
     norm, lm_head, with d2t where it drafts over fewer tokens: target id = draft id + d2t[draft
-    id], an offset. The layers that are tapped are taken from the config ("tap_layer_inputs"), else
-    from ``num_target_layers`` by the authors' rule.
+    id], an offset. The layers whose inputs are tapped: ``taps``, else what the config says
+    ("tap_layer_inputs", written by ``save_eagle``), else the authors' rule for
+    ``num_target_layers``.
+
+    The head comes in the file's dtype on the CPU: ``.to(target.device, target.dtype)``. Raises
+    CheckpointError for whatever would need another forward than ``EagleHead``'s.
     """
     folder = Path(source)
     path = _find(folder, EAGLE_FILES)
     facts = _config(path.parent / "config.json")
     tensors = {_eagle_name(k): v for k, v in read_tensors(path).items()}
-    version = 3 if "layer.hidden_norm.weight" in tensors else 1
+    version = 3 if {"lm_head.weight", "layer.hidden_norm.weight"} & tensors.keys() else 1
     embed = tensors.pop("embed_tokens.weight", None)
-    token_map = _offsets(tensors, path)
     fc, query, key = (_need(tensors, n, path) for n in EAGLE_SHAPES)
     width = fc.shape[0]
     heads = int(facts["num_attention_heads"])
     head_dim = int(facts.get("head_dim") or query.shape[0] // heads)
+    size = facts.get("vocab_size") or (None if embed is None else embed.shape[0])
     if version == 3:
-        taps = tuple(facts.get("tap_layer_inputs") or ())
-        if not taps and num_target_layers is None:
-            raise CheckpointError(
-                f"{path.parent} does not say which layers it taps: give num_target_layers"
-            )
-        taps = taps or default_taps(num_target_layers or 0)
-        vocab, target_width = _need(tensors, "lm_head.weight", path).shape[0], fc.shape[1] // 3
+        chosen = _taps(facts, taps, num_target_layers, path.parent)
+        target_width, rest = divmod(fc.shape[1], len(chosen))
+        if rest or target_width != (facts.get("target_hidden_size") or target_width):
+            raise CheckpointError(f"{path}: fc.weight is {tuple(fc.shape)}: not for taps {chosen}")
+        vocab = _need(tensors, "lm_head.weight", path).shape[0]
+        token_map = _offsets(tensors, path, vocab, size)
     else:
-        taps, target_width = (), fc.shape[1] - width
-        vocab = len(token_map) if token_map is not None else int(facts["vocab_size"])
+        chosen, target_width = (), fc.shape[1] - width
+        token_map = _offsets(tensors, path, None, size)
+        drafted = size if token_map is None else len(token_map)
+        if drafted is None:
+            raise CheckpointError(f"{path.parent} does not say vocab_size")
+        vocab = int(drafted)
     rope = facts.get("rope_parameters") or {}
     config = EagleConfig(
         version=version,
@@ -161,7 +173,7 @@ def load_eagle(source: str | Path, num_target_layers: int | None = None) -> Eagl
         intermediate=_need(tensors, "layer.mlp.gate_proj.weight", path).shape[0],
         vocab=vocab,
         target_width=target_width,
-        taps=taps,
+        taps=chosen,
         rope_theta=float(facts.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         eps=float(facts.get("rms_norm_eps", 1e-6)),
         fc_bias="fc.bias" in tensors,
@@ -176,6 +188,7 @@ EAGLE_SHAPES = ("fc.weight", "layer.self_attn.q_proj.weight", "layer.self_attn.k
 
 
 def _eagle_name(key: str) -> str:
+    key = key.removeprefix("model.")
     for prefix in LAYER_NAMES:
         if key.startswith(prefix):
             return "layer." + key.removeprefix(prefix)
@@ -188,32 +201,84 @@ def _need(tensors: dict[str, Tensor], name: str, path: Path) -> Tensor:
     return tensors[name]
 
 
+OTHER_FORWARDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
 def _config(path: Path) -> dict[str, Any]:
-    """The head's config. Variants that would need another forward are refused by name."""
+    """The head's config. What would need another forward is refused by name: no tensor shows it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    facts = json.loads(path.read_text())
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        if facts.get(name):
+    try:
+        facts = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if facts.get("speculators_model_type"):
+        raise CheckpointError(f"{path}: files of the library speculators are not supported")
+    for name in OTHER_FORWARDS:
+        if facts.get(name) or (facts.get("eagle_config") or {}).get(name):
             raise CheckpointError(f"{path}: heads with {name} are not supported")
+    for rope in (facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind != "default":
+            raise CheckpointError(f"{path}: RoPE of the kind {kind!r} is not supported")
+    if facts.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{path}: hidden_act {facts['hidden_act']!r} is not supported")
+    if facts.get("sliding_window") and facts.get("use_sliding_window", True):
+        raise CheckpointError(f"{path}: heads with a sliding window are not supported")
     if "num_attention_heads" not in facts:
         raise CheckpointError(f"{path} does not say num_attention_heads")
     return facts
 
 
-def _offsets(tensors: dict[str, Tensor], path: Path) -> Tensor | None:
-    """d2t [V_d], offsets, to the target's ids; t2d [V], which ids are drafted, must agree."""
+def _taps(
+    facts: dict[str, Any], given: Sequence[int] | None, num_layers: int | None, folder: Path
+) -> tuple[int, ...]:
+    """The layers whose inputs are tapped, low to high: see ``load_eagle``."""
+    if given or facts.get("tap_layer_inputs"):
+        return tuple(given or facts["tap_layer_inputs"])
+    name = "eagle_aux_hidden_state_layer_ids"
+    ids = facts.get(name) or (facts.get("eagle_config") or {}).get(name)
+    if ids:  # some trainers count the layers' outputs, some their inputs: nothing here says which
+        raise CheckpointError(
+            f"{folder} names the layers {ids} that it taps: give taps={tuple(ids)} if their inputs "
+            f"are meant, taps={tuple(i + 1 for i in ids)} if their outputs"
+        )
+    if num_layers is None:
+        raise CheckpointError(
+            f"{folder} does not say which layers it taps: give num_target_layers, or taps"
+        )
+    return default_taps(num_layers)
+
+
+def _offsets(
+    tensors: dict[str, Tensor], path: Path, drafted: int | None, size: int | None
+) -> Tensor | None:
+    """d2t [V_d], offsets, to the target's ids; t2d [V], which ids are drafted, must agree.
+
+    drafted: V_d where an LM head tells it; size: V by the config.
+    """
     offsets, inside = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    size = size if inside is None else len(inside)
+    unset = offsets is None or not bool(offsets.any())
+    if unset and drafted is not None and drafted == size:
+        return None  # of the whole vocabulary, whatever t2d was left as
     if offsets is None:
+        if inside is not None or (drafted is not None and size is not None):
+            raise CheckpointError(
+                f"{path}: d2t is missing: which {drafted} of {size} ids are these?"
+            )
         return None
     ids = offsets.long() + torch.arange(len(offsets))
-    if inside is not None:
-        if int(inside.sum()) != len(ids):
-            raise CheckpointError(f"{path}: t2d marks {int(inside.sum())} ids, d2t {len(ids)}")
-        if len(ids) < len(inside) and not bool(offsets.any()):
-            raise CheckpointError(f"{path}: d2t is all zero for a reduced vocabulary")
-        if int(ids.max()) >= len(inside) or not bool(inside[ids].all()):
-            raise CheckpointError(f"{path}: d2t and t2d name different ids (d2t holds offsets)")
+    if drafted is not None and drafted != len(ids):
+        raise CheckpointError(f"{path}: d2t names {len(ids)} ids, the LM head {drafted}")
+    if inside is not None and int(inside.sum()) != len(ids):
+        raise CheckpointError(f"{path}: t2d marks {int(inside.sum())} ids, d2t {len(ids)}")
+    if unset and size is not None and len(ids) < size:
+        raise CheckpointError(f"{path}: d2t is all zero for a reduced vocabulary")
+    if size is not None and int(ids.max()) >= size:
+        raise CheckpointError(f"{path}: d2t names different ids than there are (it holds offsets)")
+    if inside is not None and not bool(inside[ids].all()):
+        raise CheckpointError(f"{path}: d2t and t2d name different ids (d2t holds offsets)")
     if len(ids.unique()) != len(ids) or int(ids.min()) < 0:
         raise CheckpointError(f"{path}: d2t names an id twice, or a negative one")
     return ids
@@ -275,7 +340,9 @@ def _find(source: Path, names: tuple[str, ...]) -> Path:
     for name in names:
         if (source / name).is_file():
             return source / name
-    raise FileNotFoundError(f"{source} holds none of {', '.join(names)}")
+    if not source.exists():
+        raise FileNotFoundError(f"there is no folder {source}; a hub's must be downloaded first")
+    raise FileNotFoundError(f"{source} holds none of {', '.join(names)}, each in one piece")
 
 
 def _load_strictly(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

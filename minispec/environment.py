@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from .fetch import FOLDER, FetchError, cache_dir, check_folder, hub_copy
-from .models import pick_device, pick_dtype
+from .models import computes_in_bf16, pick_device
 
 ROOM = 1.0  # GB that the fetch needs while it unpacks
 
@@ -67,7 +67,7 @@ def _machine() -> Iterator[Row]:
     device = pick_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield "accelerator", "none" if name == "cpu" else name, "optional", True, ""
-    fast = pick_dtype("auto", device) == torch.bfloat16
+    fast = computes_in_bf16(device)
     yield "bfloat16", "yes" if fast else "no: float32 is used", "optional", True, ""
     state, mend = _model()
     yield "SmolLM2-135M-Instruct", state, "fetched once", not mend, mend

@@ -126,13 +126,14 @@ def by_hand(head: EagleHead, embed: Tensor, feature: Tensor, start: int = 0) -> 
     w, c = head.state_dict(), head.config
     position = torch.arange(start, start + len(embed), dtype=torch.float64)
     if c.version == 1:
-        g = torch.cat([embed, feature], -1) @ w["fc.weight"].T
+        g = torch.cat([embed, feature], -1) @ w["fc.weight"].T + w.get("fc.bias", 0)
         a = g
     else:
         g = feature
         normed = (_norm(head, "layer.input_layernorm", embed), _norm(head, HIDDEN_NORM, feature))
         a = torch.cat(normed, -1)
-    q, k, v = (a @ w[f"layer.self_attn.{n}_proj.weight"].T for n in "qkv")
+    names = [f"layer.self_attn.{n}_proj" for n in "qkv"]
+    q, k, v = (a @ w[f"{n}.weight"].T + w.get(f"{n}.bias", 0) for n in names)
     size, read = c.head_dim, []
     for h in range(c.heads):
         kv = h // (c.heads // c.kv_heads)

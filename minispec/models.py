@@ -438,15 +438,19 @@ def pick_device(device: str | torch.device) -> torch.device:
     return PartialState().device
 
 
+def computes_in_bf16(device: torch.device) -> bool:
+    """False for a processor that only imitates bfloat16: there it is many times as slow."""
+    if device.type != "cpu":
+        return True
+    mkldnn = torch.backends.mkldnn.is_available()
+    return bool(mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """'auto' to bfloat16 where the device computes in it, else float32. Raises ValueError."""
     if isinstance(dtype, str):
         if dtype == "auto":
-            mkldnn = torch.backends.mkldnn.is_available()
-            native = device.type != "cpu" or (
-                mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            )
-            return torch.bfloat16 if native else torch.float32
+            return torch.bfloat16 if computes_in_bf16(device) else torch.float32
         short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
         dtype = getattr(torch, short.get(dtype, dtype), dtype)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -107,7 +107,7 @@ class Watched(Eagle):
         feature = self.head.first(out.hidden, out.taps)[0, :-1]
         num = len(text) - 1
         assert self.cache.lengths_host[row] == num
-        embed = self.embed[text[1:]]
+        embed = self.true_table()[text[1:]]
         keys, values = self.true_keys(embed, feature)
         torch.testing.assert_close(self.cache.layers[0][0][row, :, :num], keys, atol=1e-5, rtol=0)
         torch.testing.assert_close(self.cache.layers[0][1][row, :, :num], values, atol=1e-5, rtol=0)
@@ -120,13 +120,16 @@ class Watched(Eagle):
             e, f = embed, feature
             for node in path[:-1]:
                 last = by_hand(self.head, e, f)[-1:]
-                e = torch.cat([e, self.embed[tree.tokens[row, node]][None]])
+                e = torch.cat([e, self.true_table()[tree.tokens[row, node]][None]])
                 f = torch.cat([f, last])
             last = by_hand(self.head, e, f)[-1]
             logits = self.head.logits(last, self.rows_of_head)
             best = self.named(logits.topk(3).indices).tolist()
             rank = sum(int(tree.parents[row, k]) == int(tree.parents[row, i]) for k in range(i))
             assert int(tree.tokens[row, i]) == best[rank]
+
+    def true_table(self) -> Tensor:
+        return self.target.model.get_input_embeddings().weight
 
     def true_keys(self, embed: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         head, layer = self.head, self.head.layer
@@ -250,7 +253,15 @@ def test_what_does_not_fit_is_refused(llama):
     with pytest.raises(ValueError, match="not all layers"):
         ms.generate(llama, prompts_of(3), Eagle(random_head(3, taps=(0, 1, 3)), chain(2)))
     with pytest.raises(ValueError, match="width 16"):
-        ms.generate(llama, prompts_of(3), Eagle(random_head(1, target_width=16), chain(2)))
+        ms.generate(llama, prompts_of(3), Eagle(random_head(3, target_width=16), chain(2)))
+    with pytest.raises(ValueError, match="as wide as its target"):
+        random_head(1, target_width=16)
+    with pytest.raises(ValueError, match=r"say head.to\(target.device, target.dtype\)"):
+        ms.generate(llama, prompts_of(3), Eagle(random_head(1).float(), chain(2)))
+    with pytest.raises(ValueError, match="without saying which"):
+        ms.generate(llama, prompts_of(3), Eagle(random_head(3, vocab=VOCAB - 1), chain(2)))
+    with pytest.raises(ValueError, match="embed_tokens"):
+        ms.generate(llama, prompts_of(3), Eagle(random_head(3, width=16), chain(2)))
     few = random_head(1, token_map=torch.arange(3), vocab=3)
     with pytest.raises(ValueError, match="candidates"):  # pitfall 24
         ms.generate(llama, prompts_of(3), Eagle(few, Grow(top_k=5)))
@@ -264,40 +275,61 @@ def test_what_does_not_fit_is_refused(llama):
 # Published files.
 
 
-def published(version: int, drafted: Tensor | None) -> tuple[dict[str, Tensor], dict]:
+def published(
+    version: int,
+    drafted: Tensor | None,
+    width: int = 32,
+    head_dim: int = 8,
+    heads: int = 4,
+    kv_heads: int = 2,
+    table: bool = False,
+    biases: bool = False,
+) -> tuple[dict[str, Tensor], dict]:
     """A head for a target 32 wide and 9 layers deep, in the authors' layout, and its config."""
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator) * 0.3
 
-    name, wide = ("midlayer", 64) if version == 3 else ("layers.0", 32)
+    name, wide = ("midlayer", 2 * width) if version == 3 else ("layers.0", width)
     found = {
-        "fc.weight": new(32, 96 if version == 3 else 64),
-        f"{name}.self_attn.q_proj.weight": new(32, wide),
-        f"{name}.self_attn.k_proj.weight": new(16, wide),
-        f"{name}.self_attn.v_proj.weight": new(16, wide),
-        f"{name}.self_attn.o_proj.weight": new(32, 32),
-        f"{name}.mlp.gate_proj.weight": new(48, 32),
-        f"{name}.mlp.up_proj.weight": new(48, 32),
-        f"{name}.mlp.down_proj.weight": new(32, 48),
-        f"{name}.post_attention_layernorm.weight": new(32),
+        "fc.weight": new(width, 96 if version == 3 else 64),
+        f"{name}.self_attn.q_proj.weight": new(heads * head_dim, wide),
+        f"{name}.self_attn.k_proj.weight": new(kv_heads * head_dim, wide),
+        f"{name}.self_attn.v_proj.weight": new(kv_heads * head_dim, wide),
+        f"{name}.self_attn.o_proj.weight": new(width, heads * head_dim),
+        f"{name}.mlp.gate_proj.weight": new(48, width),
+        f"{name}.mlp.up_proj.weight": new(48, width),
+        f"{name}.mlp.down_proj.weight": new(width, 48),
+        f"{name}.post_attention_layernorm.weight": new(width),
     }
     if version == 3:
         size = VOCAB if drafted is None else len(drafted)
         found |= {
-            "midlayer.input_layernorm.weight": new(32),
-            "midlayer.hidden_norm.weight": new(32),
-            "norm.weight": new(32),
-            "lm_head.weight": new(size, 32),
+            "midlayer.input_layernorm.weight": new(width),
+            "midlayer.hidden_norm.weight": new(width),
+            "norm.weight": new(width),
+            "lm_head.weight": new(size, width),
         }
-    else:
-        found["embed_tokens.weight"] = new(VOCAB, 32)
+    if version == 1 or table:
+        found["embed_tokens.weight"] = new(VOCAB, width)
+    if biases:
+        found |= {
+            f"{name}.self_attn.{n}_proj.bias": new(size * head_dim)
+            for n, size in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        }
+        found["fc.bias"] = new(width)
     if drafted is not None:
         found["d2t"] = drafted - torch.arange(len(drafted))
         found["t2d"] = torch.zeros(VOCAB).bool().index_fill_(0, drafted, True)
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-    return found, config | {"vocab_size": VOCAB, "hidden_size": 32}
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "hidden_size": width,
+    }
+    return found, config | ({"head_dim": head_dim} if width != 32 else {})
 
 
 def write_folder(folder, tensors, config, form="safetensors"):
@@ -336,8 +368,44 @@ def test_published_heads_load(tmp_path, version, drafted, form):
     assert [t.tolist() for t in out.tokens] == [t.tolist() for t in plain.tokens]
 
 
+OTHER = {"width": 24, "head_dim": 16, "heads": 2, "kv_heads": 1, "table": True, "biases": True}
+
+
+@pytest.mark.parametrize("shape", [{}, OTHER], ids=["as wide", "another width"])
+def test_a_published_head_drafts_what_its_file_says(tmp_path, monkeypatch, shape):
+    """Own embeddings, biases, another width and head size, RoPE of its own; prompts in parts."""
+    drafted = DRAFTED if not shape else torch.arange(0, VOCAB, 2)
+    tensors, config = published(3, drafted, **shape)
+    config |= {"rope_parameters": {"rope_theta": 300.0, "rope_type": "default"}}
+    write_folder(tmp_path, tensors, config)
+    head = load_eagle(tmp_path, num_target_layers=9).double()
+    assert head.config.rope_theta == 300.0
+    target = tiny(num_hidden_layers=9)
+
+    class FromFile(Watched):
+        def true_table(self):
+            own = tensors.get("embed_tokens.weight")
+            return own.double() if own is not None else super().true_table()
+
+    monkeypatch.setattr("minispec.drafters.eagle.CHUNK", 4)
+    with torch.no_grad():
+        ms.generate(target, prompts_of(3, 6, 10), FromFile(head, STATIC), max_new_tokens=8, eos=())
+    assert FromFile.rounds > 3
+    save_eagle(head, tmp_path / "again", VOCAB, torch.float32)
+    again = load_eagle(tmp_path / "again")
+    assert again.config == head.config
+    assert (again.embed is None) == (head.embed is None)
+    if head.embed is not None:
+        assert torch.equal(again.embed, tensors["embed_tokens.weight"])
+
+
 BROKEN = {
-    "is missing": lambda t: t.pop("midlayer.hidden_norm.weight") is None or t.pop("fc.weight"),
+    "fc.weight is missing": lambda t: t.pop("fc.weight"),
+    "hidden_norm.weight is missing": lambda t: t.pop("midlayer.hidden_norm.weight"),
+    "d2t is missing": lambda t: t.pop("d2t"),
+    "which 7 of 61": lambda t: t.pop("d2t") is None or t.pop("t2d"),
+    "for a reduced vocabulary": lambda t: t.pop("t2d") is None or t["d2t"].zero_(),
+    "than there are": lambda t: t.pop("t2d") is None or t["d2t"].__setitem__(-1, VOCAB),
     "norm.weight is missing": lambda t: t.pop("norm.weight"),
     "is not known": lambda t: t.update({"midlayer.extra.weight": torch.ones(3)}),
     "all zero": lambda t: t["d2t"].zero_(),
@@ -355,6 +423,39 @@ def test_broken_heads_are_refused(tmp_path, message):  # pitfall 28
         load_eagle(tmp_path, num_target_layers=9)
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+OTHER_CONFIGS = [
+    ({"norm_before_residual": True}, "norm_before_residual"),
+    ({"eagle_config": {"norm_output": True}}, "norm_output"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE of the kind 'llama3'"),
+    ({"rope_parameters": {"type": "yarn"}}, "RoPE of the kind 'yarn'"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ({"sliding_window": 8}, "sliding window"),
+    ({"speculators_model_type": "eagle3"}, "speculators"),
+    ({"target_hidden_size": 48}, "not for taps"),
+    ({IDS: [1, 3, 5]}, r"taps=\(2, 4, 6\) if their outputs"),
+    ({"eagle_config": {IDS: [1, 3, 5]}}, r"taps=\(1, 3, 5\) if their inputs"),
+]
+
+
+def test_taps_are_taken_from_whoever_says_them(tmp_path):
+    tensors, config = published(3, DRAFTED)
+    write_folder(tmp_path, tensors, config | {IDS: [1, 3, 5]})
+    assert load_eagle(tmp_path, taps=(2, 4, 6)).config.taps == (2, 4, 6)
+    with pytest.raises(CheckpointError, match="not for taps"):  # 96 is 2 x 48 as well
+        load_eagle(tmp_path, taps=(2, 4, 5, 6, 7))
+    two = random_head(3, taps=(0, 2)).float()
+    save_eagle(two, tmp_path / "two", VOCAB)
+    assert load_eagle(tmp_path / "two").config == two.config
+
+
+def test_offsets_that_were_never_set_are_the_whole_vocabulary(tmp_path):
+    tensors, config = published(3, None)
+    unset = {"d2t": torch.zeros(VOCAB).long(), "t2d": torch.zeros(VOCAB).bool()}
+    write_folder(tmp_path, tensors | unset, config)
+    assert load_eagle(tmp_path, num_target_layers=9).token_map is None
+
+
 def test_variants_and_shallow_targets_are_refused(tmp_path):
     tensors, config = published(3, DRAFTED)
     write_folder(tmp_path, tensors, config)
@@ -362,9 +463,15 @@ def test_variants_and_shallow_targets_are_refused(tmp_path):
         load_eagle(tmp_path, num_target_layers=5)
     with pytest.raises(CheckpointError, match="which layers it taps"):
         load_eagle(tmp_path)
-    write_folder(tmp_path, tensors, config | {"norm_before_residual": True})
-    with pytest.raises(CheckpointError, match="norm_before_residual"):
+    for more, message in OTHER_CONFIGS:
+        write_folder(tmp_path, tensors, config | more)
+        with pytest.raises(CheckpointError, match=message):
+            load_eagle(tmp_path, num_target_layers=9)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="no JSON"):
         load_eagle(tmp_path, num_target_layers=9)
+    with pytest.raises(FileNotFoundError, match="must be downloaded first"):
+        load_eagle("some-hub/EAGLE3-head", num_target_layers=9)
 
 
 @pytest.mark.parametrize("version", [1, 3])

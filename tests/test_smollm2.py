@@ -10,14 +10,14 @@ import torch
 
 import minispec as ms
 from minispec.heads import load_head, shipped
-from minispec.models import pick_dtype
+from minispec.models import computes_in_bf16
 from minispec.prompts import load_prompts
 
 pytestmark = pytest.mark.slow
 NEW, PROMPTS = 64, 20
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # a neighbour has the other core
 # A processor that only imitates bfloat16 is old, and several times as slow: one prompt in three.
-STEP = 1 if pick_dtype("auto", torch.device("cpu")) == torch.bfloat16 else 3
+STEP = 1 if computes_in_bf16(torch.device("cpu")) else 3
 
 
 @cache

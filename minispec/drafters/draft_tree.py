@@ -108,7 +108,7 @@ class TreeDraft(DraftModel):
         logits = self.read_text(*self.unread(rows))
         if isinstance(self.tree, Grow):
             logits = logits[..., : self.vocab_size]
-            tree, self.place = grow(logits, self.tree, self.read_grown, self.named)
+            tree, self.place = grow(logits, self.tree, self.read_grown, self.named, ~rows.stopped)
             return tree
         top = self.choose == "top" or rows.sampling.greedy
         pick: Pick = self.pick_top if top else partial(self.draw, rows)

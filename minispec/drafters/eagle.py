@@ -58,6 +58,8 @@ class EagleConfig:
             raise ValueError(f"version must be 1 (EAGLE-1, -2) or 3 (EAGLE-3), not {self.version}")
         if (self.version == 3) != bool(self.taps):
             raise ValueError("EAGLE-3 fuses the inputs of taps; EAGLE-1 has no taps")
+        if self.version == 1 and self.width != self.target_width:
+            raise ValueError(f"EAGLE-1 is as wide as its target: {self.width}, {self.target_width}")
         if len(set(self.taps)) != len(self.taps):
             raise ValueError(f"taps {self.taps} name a layer twice")
 
@@ -224,7 +226,7 @@ class EagleHead(nn.Module):
         c, layer = self.config, self.layer
         if c.target_width == c.width:  # EAGLE-1: [e ; f] -> f; EAGLE-3: [low ; mid ; high] -> high
             self.fc.weight.mul_(0 if c.version == 3 else 0.3)
-            self.fc.weight[:, -c.width :] += torch.eye(c.width)
+            self.fc.weight[:, -c.width :] += torch.eye(c.width).to(self.fc.weight)
         if c.version == 1:
             return
         last = target.layers[-1]
@@ -272,6 +274,13 @@ class Eagle(Drafter):
 
     choose: "top", the likeliest candidates, which are point masses; "draw", without replacement
     from the draft's law (static shapes only). Both are exact at every temperature.
+
+    What it keeps during a call:
+    cache     keys and values of the pairs read so far, true ones first
+    tokens    [B, n] committed tokens that it has not read yet, ``count`` [B] of them valid
+    features  [B, n, H] the target's true features one place before each, as ``first`` gives them
+    feature   [B, w, H] what the last step gave: the places that the next level hangs on
+    level     of a static tree: what ``pick_top`` or ``pick_drawn`` chose last, and read_level reads
     """
 
     wants_features = True
@@ -291,27 +300,50 @@ class Eagle(Drafter):
         c = self.head.config
         wide = self.tree.branching if isinstance(self.tree, Shape) else self.tree.top_k
         check_head(target, c.target_width, self.head.token_map, c.vocab, wide)
+        weight, table = self.head.fc.weight, self.table(target)
+        if (weight.dtype, weight.device) != (target.dtype, target.device):
+            raise ValueError(
+                f"the head is {weight.dtype} on {weight.device}, the target {target.dtype} on "
+                f"{target.device}: say head.to(target.device, target.dtype)"
+            )
+        if c.version == 3 and self.head.token_map is None and c.vocab != target.vocab_size:
+            raise ValueError(
+                f"the head drafts {c.vocab} tokens without saying which of {target.vocab_size}"
+            )
+        if table.shape[1] != c.width or table.shape[0] < target.vocab_size:
+            raise ValueError(
+                f"embeddings {tuple(table.shape)} for a head of width {c.width} and "
+                f"{target.vocab_size} tokens: it needs its own embed_tokens"
+            )
+
+    def table(self, target: LanguageModel) -> Tensor:
+        """[V, H] the token embeddings that the head reads."""
+        own = self.head.embed
+        return own if own is not None else target.model.get_input_embeddings().weight
 
     def start(self, target: LanguageModel, rows: Rows, cache: KVCache, prompt: Kept | None) -> None:
         assert prompt is not None
         self.vocab_size = target.vocab_size
-        own = self.head.embed
-        self.embed = own if own is not None else target.model.get_input_embeddings().weight
-        self.rows_of_head = self.head.shared_rows(target)
+        device = rows.tokens.device  # of a target that is spread over several, the first
+        rows_of_head = self.head.shared_rows(target)
+        self.embed = self.table(target)
+        self.rows_of_head = None if rows_of_head is None else rows_of_head.to(device)
         most = self.max_nodes if isinstance(self.tree, Shape) else self.tree.read
         self.cache = self.head.new_cache(rows.batch, rows.tokens.shape[1] + most + 1)
         if isinstance(self.tree, Shape):
             plan = reading_plan(self.tree)
-            self.sees, self.steps = (part.to(rows.tokens.device) for part in plan[:2])
+            self.sees, self.steps = (part.to(device) for part in plan[:2])
         # The pairs not read yet: tokens 1 .. P (the root is token P) with the features before them.
         self.tokens = rows.tokens[:, 1 : prompt.hidden.shape[1] + 1]
-        self.features = self.head.first(prompt.hidden, prompt.taps)
+        taps = {i: t.to(device) for i, t in prompt.taps.items()}
+        self.features = self.head.first(prompt.hidden.to(device), taps)
         self.count = rows.host - 1
+        self.told = rows.host.clone()
 
     def propose(self, rows: Rows) -> TokenTree:
         logits = self.read_committed()  # [B, 1, V_d]
         if isinstance(self.tree, Grow):
-            return grow(logits, self.tree, self.read_grown, self.named)[0]
+            return grow(logits, self.tree, self.read_grown, self.named, ~rows.stopped)[0]
         self.num_read = 0
         top = self.choose == "top" or rows.sampling.greedy
         pick: Pick = self.pick_top if top else partial(self.pick_drawn, rows)
@@ -394,11 +426,13 @@ class Eagle(Drafter):
 
     def observe(self, rows: Rows, kept: Kept) -> None:
         """Takes up the true features at the old root and the accepted nodes, and what followed."""
-        self.count = kept.emitted.cpu()
+        self.count = rows.host - self.told  # kept.emitted, without a wait for the device
+        self.told = rows.host.clone()
         most = max(int(self.count.max()), 1)
         place = F.pad(kept.path + 1, (1, 0))[:, :most].clamp(min=0)  # [B, most]: root first
 
         def at(x: Tensor) -> Tensor:
+            x = x.to(place.device)
             return x.gather(1, place.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
         self.features = self.head.first(at(kept.hidden), {i: at(t) for i, t in kept.taps.items()})

@@ -29,7 +29,8 @@ class Grow:
     ``top_k`` likeliest children; a node's value is the product of the draft's probabilities along
     its path, which is the draft's own guess at how likely it is to be accepted. Rerank: of all of
     these the ``num_nodes`` most valuable are proposed. A child is never worth more than its
-    parent, and of equals the shallower goes first, so what is left is a tree.
+    parent, and of equals the shallower goes first, so what is left is a tree. (The authors' code
+    counts the root as a node and its children as no level: its 60, 7, 10 is ``Grow(59, 10, 8)``.)
 
     Two floors, 0 in the paper, save time where the draft is in doubt: a node worth less than
     ``min_value`` is not proposed, and no level is read whose nodes are together worth less than
@@ -61,10 +62,13 @@ class Grow:
         return (self.depth - 1) * self.top_k
 
 
-def grow(logits: Tensor, spec: Grow, read: Read, name: Name) -> tuple[TokenTree, Tensor]:
+def grow(
+    logits: Tensor, spec: Grow, read: Read, name: Name, live: Tensor | None = None
+) -> tuple[TokenTree, Tensor]:
     """Expansion and rerank, from the logits [B, 1, V] after the root.
 
-    name: the draft's ids as the target's. Returns the tree and, [B, N + 1], each node's place
+    name: the draft's ids as the target's. live: rows [B] that go on; None: all. The others have no
+    say in how far the tree grows. Returns the tree and, [B, N + 1], each node's place
     among those that were read, in the order of reading; -1 for the others and for no node.
     """
     batch, k, device = len(logits), spec.top_k, logits.device
@@ -86,7 +90,7 @@ def grow(logits: Tensor, spec: Grow, read: Read, name: Name) -> tuple[TokenTree,
         if depth == spec.depth:
             break
         value, place = child.topk(k, dim=-1)  # the frontier: [B, k] among the children
-        if spec.min_gain and float(value.exp().sum(1).max()) < spec.min_gain:
+        if spec.min_gain and float(_of(live, value.exp().sum(1)).max()) < spec.min_gain:
             break
         number = torch.arange((depth - 1) * k, depth * k, device=device).expand(batch, k)
         read_at[-1].scatter_(1, place, number)
@@ -99,9 +103,14 @@ def grow(logits: Tensor, spec: Grow, read: Read, name: Name) -> tuple[TokenTree,
         logits = read(tokens[-1].gather(1, place), above, steps, seen)
     worth, num = torch.cat(values, 1), spec.num_nodes
     if spec.min_value:
-        num = min(num, int((worth.exp() >= spec.min_value).sum(1).max()))
+        num = min(num, int(_of(live, (worth.exp() >= spec.min_value).sum(1)).max()))
     tree, order = rerank(torch.cat(tokens, 1), worth, torch.cat(parents, 1), num)
     return tree, F.pad(torch.cat(read_at, 1).gather(1, order), (0, 1), value=-1)
+
+
+def _of(live: Tensor | None, values: Tensor) -> Tensor:
+    """values [B] with 0 for the rows that have stopped."""
+    return values if live is None else values * live
 
 
 def rerank(

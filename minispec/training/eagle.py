@@ -9,6 +9,12 @@ its own outputs, as it will be used: step 0 reads true features g, step i its ow
 i - 1 in their place, with the text's true tokens throughout:
 
     loss = sum_i 0.8^i CE(target's law for token t+2+i, head's step i at t)
+
+Laws are renormalised over the tokens that are drafted. Otherwise than the authors' code: the
+prompts are learned from as well, and so are places whose likeliest token is not drafted.
+
+Memory grows with rows x unrolled steps x (T^2 heads + T V_d) numbers of 4 bytes; for a large
+target take more parts an update (``Recipe.accumulate``).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..models import pick_dtype
+from ..models import computes_in_bf16
 from .data import Batch, TextData
 
 
@@ -71,7 +71,7 @@ class Recipe:
     def half(self, device: torch.device) -> bool:
         """Whether ``device`` computes the losses in bfloat16."""
         if self.precision == "auto":
-            return pick_dtype("auto", device) == torch.bfloat16
+            return computes_in_bf16(device)
         return self.precision == "bf16"
 
     def rate(self, step: int) -> float:
