@@ -30,7 +30,7 @@ from minispec.training.corpus import (
 from minispec.training.data import TextData, cache_features, held_out, pack
 from minispec.training.distil import DraftLearner, frequent_tokens, new_draft
 from minispec.training.eagle import EagleLearner
-from minispec.training.fit import Recipe, acceptance, fit, rows_of_step, run_lengths
+from minispec.training.fit import Recipe, acceptance, fit, law_rows, rows_of_step, run_lengths
 from minispec.training.medusa import MedusaLearner
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +206,16 @@ def test_features_are_those_of_each_text_alone(learner_target):
             torch.testing.assert_close(batch.taps[0][row, here], states[0][0])
             torch.testing.assert_close(batch.taps[2][row, here], states[2][0])
             assert batch.answer[row, here].sum() == len(texts[i].answer)
+
+
+def test_a_target_whose_logits_are_no_plain_product_is_refused():
+    llama = tiny("llama")
+    head = llama.model.lm_head.weight
+    ids = torch.tensor([3, 7])
+    assert torch.equal(law_rows(llama, ids), head[ids].float())
+    for name, part in (("phi", "bias"), ("gemma2", "final_logit_softcapping")):
+        with pytest.raises(ValueError, match=part):
+            law_rows(tiny(name), None)
 
 
 def test_features_on_disk_equal_those_on_the_fly_and_go_on_after_a_stop(learner_target, tmp_path):

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_draft
-from ..drafters.base import head_rows
 from ..models import LanguageModel, load_target, new_llama
 from .corpus import Text
 from .data import Batch, places_of
-from .fit import Learner, rank_of
+from .fit import Learner, law_rows, rank_of
 
 LOSSES = ("forward kl", "reverse kl", "tvd")
 
@@ -122,7 +121,7 @@ class DraftLearner(Learner):
             raise ValueError("the draft has no token map: see new_draft")
         self.draft, self.loss, self.answers_only, self.steps = draft, loss, answers_only, steps
         self.model = draft.model  # registered, so that its parameters are found
-        rows = head_rows(target, draft.token_map).detach().float()  # [V_d, H]
+        rows = law_rows(target, draft.token_map)
         self.register_buffer("rows", rows, persistent=False)
         known = places_of(draft.token_map, target.vocab_size)
         self.register_buffer("known", known, persistent=False)

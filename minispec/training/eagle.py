@@ -26,11 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_eagle
-from ..drafters.base import head_rows
 from ..drafters.eagle import EagleHead
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Laws, Learner, rank_of
+from .fit import Laws, Learner, law_rows, rank_of
 
 DECAY = 0.8
 TOKEN_WEIGHT = 0.1  # EAGLE-1's, of the token loss beside the feature loss
@@ -71,7 +70,7 @@ class EagleLearner(Learner):
             raise ValueError("steps and measured must be at least 1")
         if self.feature_loss and head.config.width != head.config.target_width:
             raise ValueError("a feature loss needs a head as wide as the target")
-        rows = head_rows(target, head.token_map).detach().float().clone()  # [V_d, H]
+        rows = law_rows(target, head.token_map)
         known = places_of(head.token_map, target.vocab_size)
         embed = head.embed if head.embed is not None else target.model.get_input_embeddings().weight
         self.register_buffer("rows", rows, persistent=False)

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..models import computes_in_bf16
+from ..drafters.base import head_rows
+from ..models import LanguageModel, computes_in_bf16
 from .data import Batch, TextData
 
 
@@ -106,6 +107,21 @@ class Learner(nn.Module):
     def save(self, folder: Path) -> None:
         """Writes the trained draft in its published form."""
         raise NotImplementedError
+
+
+def law_rows(target: LanguageModel, token_map: Tensor | None) -> Tensor:
+    """[V_d, H] float32: a copy of the rows of the target's LM head that give its law.
+
+    Raises ValueError where its logits are more than a product with them.
+    """
+    more = [n for n in ("logit_scale", "logits_scaling") if getattr(target.config, n, 1) != 1]
+    more += ["final_logit_softcapping"] * bool(
+        getattr(target.config, "final_logit_softcapping", None)
+    )
+    more += ["bias"] * (getattr(target.model.get_output_embeddings(), "bias", None) is not None)
+    if more:
+        raise ValueError(f"this target's LM head has a {more[0]}: nothing here learns its law")
+    return head_rows(target, token_map).detach().float().clone()
 
 
 class Laws:

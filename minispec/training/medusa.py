@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints import save_medusa
-from ..drafters.base import head_rows
 from ..drafters.medusa import MedusaHeads
 from ..models import LanguageModel
 from .data import Batch, places_of
-from .fit import Laws, Learner, rank_of
+from .fit import Laws, Learner, law_rows, rank_of
 
 DECAY = 0.8
 
@@ -35,7 +34,7 @@ class MedusaLearner(Learner):
         if labels not in ("soft", "hard"):
             raise ValueError(f"labels must be 'soft' or 'hard', not {labels!r}")
         self.heads, self.labels = heads, labels
-        rows = head_rows(target, heads.token_map).detach().float().clone()  # [V_d, H]
+        rows = law_rows(target, heads.token_map)
         known = places_of(heads.token_map, target.vocab_size)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("known", known, persistent=False)
