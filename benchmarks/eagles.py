@@ -47,7 +47,7 @@ LADDER: dict[str, tuple[int, int, bool, bool]] = {
     "EAGLE-3's layer, one tap": (3, STEPS, False, True),
 }
 WATCHED = "+ fused taps: EAGLE-3"  # n-alpha is noted on the way
-SHARES = (1 / 64, 1 / 16, 1 / 4, 1.0)  # of these texts
+SHARES = (1 / 16, 1 / 4, 1.0)  # of these texts
 # Neither with training-time test: it is the first place that is compared.
 SCALED = {"EAGLE-1": "EAGLE-1", "EAGLE-3": "EAGLE-3 without training-time test"}
 

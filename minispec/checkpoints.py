@@ -149,20 +149,14 @@ def load_eagle(
     heads = int(facts["num_attention_heads"])
     head_dim = int(facts.get("head_dim") or query.shape[0] // heads)
     size = facts.get("vocab_size") or (None if embed is None else embed.shape[0])
+    vocab, token_map = _vocabulary(version, tensors, size, path)
     if version == 3:
         chosen = _taps(facts, taps, num_target_layers, path.parent)
         target_width, rest = divmod(fc.shape[1], len(chosen))
         if rest or target_width != (facts.get("target_hidden_size") or target_width):
             raise CheckpointError(f"{path}: fc.weight is {tuple(fc.shape)}: not for taps {chosen}")
-        vocab = _need(tensors, "lm_head.weight", path).shape[0]
-        token_map = _offsets(tensors, path, vocab, size)
     else:
         chosen, target_width = (), fc.shape[1] - width
-        token_map = _offsets(tensors, path, None, size)
-        drafted = size if token_map is None else len(token_map)
-        if drafted is None:
-            raise CheckpointError(f"{path.parent} does not say vocab_size")
-        vocab = int(drafted)
     rope = facts.get("rope_parameters") or {}
     config = EagleConfig(
         version=version,
@@ -248,6 +242,20 @@ def _taps(
             f"{folder} does not say which layers it taps: give num_target_layers, or taps"
         )
     return default_taps(num_layers)
+
+
+def _vocabulary(
+    version: int, tensors: dict[str, Tensor], size: int | None, path: Path
+) -> tuple[int, Tensor | None]:
+    """How many tokens are drafted, and which ids they are (None: all ``size`` of the config)."""
+    if version == 3:
+        vocab = _need(tensors, "lm_head.weight", path).shape[0]
+        return vocab, _offsets(tensors, path, vocab, size)
+    token_map = _offsets(tensors, path, None, size)
+    drafted = size if token_map is None else len(token_map)
+    if drafted is None:
+        raise CheckpointError(f"{path.parent} does not say vocab_size")
+    return int(drafted), token_map
 
 
 def _offsets(
