@@ -16,9 +16,11 @@ from minispec import heads
 from minispec.cli import app
 from minispec.costs import CostModel
 from minispec.prompts import Prompt
-from minispec.training.corpus import save_batch
+from minispec.training.corpus import Text, load_batch, save_batch
 from minispec.training.data import held_out
+from minispec.training.distil import frequent_tokens
 
+ODD = 10  # a token that is rare but in one held-out text
 KINDS = ("draft", "medusa", "eagle", "eagle3")
 PROMPTS = [Prompt(f"p{i}", kind, "dev", "w5 w6 w7") for i, kind in enumerate(("a", "a", "b"))]
 
@@ -33,6 +35,8 @@ def home(tmp_path_factory):
     words(VOCAB).save_pretrained(folder / "target")
     texts = [t for seed in range(9) for t in some_texts(40, seed)]
     assert any(held_out(t) for t in texts), "nothing is left for validation"
+    odd = (Text("a", 1.0, [5, i, j], [ODD] * 200) for i in range(2, VOCAB) for j in range(2, VOCAB))
+    texts.append(next(t for t in odd if held_out(t)))
     save_batch(folder / "corpus.npz", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minispec.prompts.load_prompts", lambda split: PROMPTS)
@@ -62,6 +66,15 @@ def test_the_card_says_what_was_done(home, kind):
     assert values == sorted(values, reverse=True)
     assert 0 < values[0] < 1
     assert card["tree"]
+
+
+def test_held_out_texts_have_no_say_in_which_tokens_are_drafted(home):
+    texts, eos = load_batch(home / "corpus.npz"), ms.load_target(home / "target").eos_ids
+    learn = [t for t in texts if not held_out(t)]
+    drafted = ms.load_eagle(home / "eagle3", 8).token_map
+    assert torch.equal(drafted, frequent_tokens(learn, 30, eos))
+    assert ODD not in drafted
+    assert ODD in frequent_tokens(texts, 30, eos)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -145,6 +145,7 @@ def train(
         eagle_learner,
         load_corpus,
         medusa_learner,
+        split,
     )
     from .run import train as run_training
 
@@ -154,18 +155,19 @@ def train(
         texts, named = load_corpus(corpus)
         texts = texts[:limit]
         target = load_target(model, device="cpu" if cpu else "auto")
+        known, _ = split(texts)  # held-out texts have no say in which tokens are drafted
         options: dict[str, Any] = {"vocab": vocab}
         if what is What.medusa:
             options |= {"num_heads": heads, "num_layers": layers, "labels": labels}
-            learner: Any = medusa_learner(target, texts, **options)
+            learner: Any = medusa_learner(target, known, **options)
         elif what in (What.eagle, What.eagle3):
             options |= {"version": 3 if what is What.eagle3 else 1, "steps": unroll}
             if single:
                 options["single"] = single
-            learner = eagle_learner(target, texts, **options)
+            learner = eagle_learner(target, known, **options)
         else:
             options |= {"width": width, "layers": layers, "loss": loss, "seed": seed}
-            learner = draft_learner(target, texts, **options)
+            learner = draft_learner(target, known, **options)
         taps = learner.head.config.taps if isinstance(learner, EagleLearner) else ()
         data = data_of(target, texts, width=length, taps=taps, features=features)
         from .fit import Recipe
