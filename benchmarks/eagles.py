@@ -35,8 +35,8 @@ from minispec.training.run import data_of, eagle_learner, load_corpus, split
 RECIPE = Recipe(steps=400, rows=1, lr=2e-3, precision="auto")
 TEXTS = 768  # of the corpus's 8,034
 VOCAB = 2048
-STEPS = 3  # of training-time test, after
-SINGLE = 200  # updates with one step
+SINGLE = 200  # updates with one step, and then, on rungs with training-time test,
+STEPS = 3  # steps in each
 # Each rung: version, unrolled steps, the feature's loss, one tap in the place of three.
 LADDER: dict[str, tuple[int, int, bool, bool]] = {
     "EAGLE-1": (1, 1, True, False),

@@ -114,14 +114,17 @@ def law_rows(target: LanguageModel, token_map: Tensor | None) -> Tensor:
 
     Raises ValueError where its logits are more than a product with them.
     """
-    more = [n for n in ("logit_scale", "logits_scaling") if getattr(target.config, n, 1) != 1]
-    more += ["final_logit_softcapping"] * bool(
-        getattr(target.config, "final_logit_softcapping", None)
-    )
-    more += ["bias"] * (getattr(target.model.get_output_embeddings(), "bias", None) is not None)
-    if more:
-        raise ValueError(f"this target's LM head has a {more[0]}: nothing here learns its law")
-    return head_rows(target, token_map).detach().float().clone()
+    config, head = target.config, target.model.get_output_embeddings()
+    extras = {
+        "logit_scale": getattr(config, "logit_scale", 1) != 1,
+        "logits_scaling": getattr(config, "logits_scaling", 1) != 1,
+        "final_logit_softcapping": bool(getattr(config, "final_logit_softcapping", None)),
+        "bias": getattr(head, "bias", None) is not None,
+    }
+    for name, there in extras.items():
+        if there:
+            raise ValueError(f"this target's LM head has a {name}: nothing here learns its law")
+    return head_rows(target, token_map).detach().to(torch.float32, copy=True)
 
 
 class Laws:
